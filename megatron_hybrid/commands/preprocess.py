@@ -66,7 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="all",
         metavar="all|last|ROLE,...",
         help="With --chat, train all messages of the assistant, the last one, or all of these "
-        'roles. In the input, "train": false or "weight": 0 in a message leaves it out.',
+        'roles. In the input, "train": false or "weight": 0 in a message leaves it out, and its '
+        'tokens count half with "weight": 0.5.',
     )
     parser.add_argument(
         "--chat-template",

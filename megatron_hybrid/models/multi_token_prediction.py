@@ -152,7 +152,7 @@ class MultiTokenPrediction(MegatronModule):
             ids_T, labels_T, mask_T = (_next(one, ends) for one in (ids_T, labels_T, mask_T))
             hidden_Th = part(hidden_Th, embed(ids_T), new_context())
             losses_T = loss_of(hidden_Th, labels_T) * mask_T
-            count = mask_T.sum().clamp(min=1)
+            count = mask_T.sum().clamp(min=1e-6)  # weights may be below 1
             scale = self.config.mtp_loss_scaling_factor / self.num_parts / count
             if self.config.calculate_per_token_loss:
                 scale = scale * num_tokens  # by which core divides all gradients

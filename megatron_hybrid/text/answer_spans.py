@@ -25,6 +25,9 @@ from megatron_hybrid.text.chat_template import (
 TrainOn = str
 """The messages that are trained: "all" of the assistant's, its "last" one, or those of some
 `ROLES`, such as "assistant,tool"."""
+Answer = tuple[int, int, float]
+"""[start, end) of an answer, and the weight of its tokens."""
+LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e3
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """Around the model's words, in a rendering that marks them: no characters of any text."""
@@ -40,13 +43,14 @@ def render_with_answers(
     variables: Mapping[str, Any],
     train_on: TrainOn = "all",
     marked: ChatTemplate | None = None,
-) -> tuple[str, list[tuple[int, int]], list[int] | None]:
+) -> tuple[str, list[Answer], list[int] | None]:
     """Render a whole conversation, and find the model's answers in it.
 
     They are the template's `{% generation %}` blocks. A template without any is rendered up to each
     answer and after it. An answer begins after the header of its turn, with its thoughts, and ends
-    with what ends its turn. A message with `"train": false`, or `"weight": 0`, is not trained.
-    What another role says, if that is trained, begins where the template begins to write it.
+    with what ends its turn. A message with `"train": false`, or `"weight": 0`, is not trained; with
+    another `"weight"` it counts so many times. What another role says, if that is trained, begins
+    where the template begins to write it.
 
     Args:
         template: writes the conversation.
@@ -56,7 +60,7 @@ def render_with_answers(
         marked: a template for training, with `{% generation %}` blocks, that writes the same text.
 
     Returns:
-        The text, [start, end) of each answer in it, ascending, and where the words of each end,
+        The text, each answer in it, ascending, and where the words of each end,
         after which there is what ends its turn (None: the template marks the answers).
 
     Raises:
@@ -65,29 +69,31 @@ def render_with_answers(
     """
     conversation = template.conversation(messages, variables)
     answers = _Answers(template, conversation)
-    everything, trained = _trained(conversation.messages, train_on)
-    marks = marked or template
+    weights = _weights(conversation.messages, train_on)
+    marks, words = marked or template, None
     if is_marked(marks):
-        spans = _marked_spans(marks, answers)
-        if trained != everything or train_on not in ("all", "last"):
+        found = [(*span, 1.0) for span in _marked_spans(marks, answers)]
+        if set(weights.values()) - {1.0} or train_on not in ("all", "last"):
             # A span is of the last message that begins before its end.
             said = [i for i, each in enumerate(answers.messages) if each["role"] == "assistant"]
-            starts = [(answers.first_place(index), index) for index in said]
-            owners = [max((s for s in starts if s[0] < end), default=None) for _, end in spans]
-            spans = [span for span, owner in zip(spans, owners) if owner and owner[1] in trained]
-            spans += [answers.span(index) for index in trained if index not in said]
-            spans.sort()
+            starts = {answers.first_place(index): weights.get(index, 0.0) for index in said}
+            owners = [max((s for s in starts if s < end), default=None) for _, end, _ in found]
+            found = [(*each[:2], starts.get(owner, 0.0)) for each, owner in zip(found, owners)]
+            others = [index for index, weight in weights.items() if weight and index not in said]
+            found = sorted([*found, *((*answers.span(i), weights[i]) for i in others)])
     elif marked is not None:
         raise ValueError(f"{marked.origin} has no {{% generation %}} blocks to mark answers by")
     else:
-        spans = [answers.span(index) for index in trained]
-        trained = [index for index, (start, end) in zip(trained, spans) if start < end]
-    if not (spans := [(start, end) for start, end in spans if start < end]):
+        spans = {index: answers.span(index) for index, weight in weights.items() if weight}
+        spans = {index: span for index, span in spans.items() if span[0] < span[1]}
+        found = [(*span, weights[index]) for index, span in spans.items()]
+        words = [answers.words_end(index) for index in spans]
+    if not (found := [each for each in found if each[0] < each[1] and each[2]]):
         raise ValueError(
             "the conversation has no answer to train: no message of the "
             f"{' or '.join(trained_roles(train_on))}, or all are left out or empty"
         )
-    return answers.text, spans, None if is_marked(marks) else list(map(answers.words_end, trained))
+    return answers.text, found, words
 
 
 def trained_roles(train_on: TrainOn) -> tuple[str, ...]:
@@ -111,22 +117,26 @@ def is_marked(template: ChatTemplate) -> bool:
     return re.search(r"\{%[-+]?\s*generation\b", written) is not None
 
 
-def _trained(messages: Sequence[Message], train_on: TrainOn) -> tuple[list[int], list[int]]:
-    """Return the indices of the messages of trained roles, and of those that are trained."""
+def _weights(messages: Sequence[Message], train_on: TrainOn) -> dict[int, float]:
+    """Return the weights of the messages of trained roles by their index; 0: it is left out."""
     roles = trained_roles(train_on)
-    found = [i for i, message in enumerate(messages) if message["role"] in roles]
-    left_out = set(found[:-1]) if train_on == "last" else set()
+    weights = {i: 1.0 for i, message in enumerate(messages) if message["role"] in roles}
+    if train_on == "last":
+        weights.update(dict.fromkeys([*weights][:-1], 0.0))
     for index, message in enumerate(messages):
         for name in {"train", "weight"} & message.keys():
             value = message[name]
-            if value not in (0, 1) or (value and index not in found):
+            is_number = name == "weight" and isinstance(value, (int, float))
+            is_weight = is_number and LEAST_WEIGHT <= value <= MOST_WEIGHT
+            if not (value in (0, 1) or is_weight) or (value and index not in weights):
                 raise ValueError(
                     f"messages[{index}], of the role {message['role']!r}, has {name}={value!r:.60}"
-                    f": true is for messages of {', '.join(roles)} (train_on), else give false"
+                    f": true, or a weight of {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}, is for messages "
+                    f"of {', '.join(roles)} (train_on), else give false"
                 )
-            if not value:
-                left_out.add(index)
-    return found, [index for index in found if index not in left_out]
+            if index in weights:
+                weights[index] *= value
+    return weights
 
 
 # Templates with marks ----------------------------------------------------------------------------

@@ -16,15 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hybrid.text.answer_spans import TrainOn
+from megatron_hybrid.text.answer_spans import Answer, TrainOn
 from megatron_hybrid.text.chat_template import ChatTemplate, common_length
 from megatron_hybrid.text.document_files import BY_KEY, BrokenRecordError, Chunk
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.utils.child_lifetime import end_with_parent
 
-Encoded = tuple[list[int], list[tuple[int, int]]]
-"""Tokens of a conversation, and [start, end) of its answers."""
+Encoded = tuple[list[int], list[Answer]]
+"""Tokens of a conversation, and its answers."""
 
+SPAN = np.dtype([("start", np.int32), ("end", np.int32), ("weight", np.float32)])
+"""An answer, as datasets have it: tokens [start, end) of its conversation."""
 
 _OF_PAIRS = '; a preference has "chosen", "rejected" and, for texts, "prompt"'
 
@@ -44,8 +46,8 @@ class EncodedChunk:
     """Tokens of all documents, one after the other."""
     lengths: list[int]
     """Tokens of each document."""
-    answers: list[list[int]] = field(default_factory=list)
-    """Spans [start, end, start, end, ...] of the answers in each conversation."""
+    answers: list[np.ndarray] = field(default_factory=list)
+    """Answers in each conversation, `SPAN` [answers]."""
     empty: int = 0
     """Records that were left out since they have no text."""
     broken: list[str] = field(default_factory=list)
@@ -127,7 +129,7 @@ class DocumentEncoder:
                 encoded.broken.append(f"{chunk.place(index)}: {told}")
             else:
                 for ids, answers in found:
-                    encoded.answers.append([place for span in answers for place in span])
+                    encoded.answers.append(np.array(answers, SPAN))
                     yield ids
 
     def _conversation(self, messages: list, tools: list | None) -> Encoded:
@@ -151,7 +153,7 @@ class DocumentEncoder:
             asked, end = self.tokenizer.encode(prompt), self.tokenizer.eod
             whole = [[*self.tokenizer.encode(prompt + each), end] for each in pair]
             start = min(common_length(asked, each) for each in whole)
-            return [(ids, [(start, len(ids))]) for ids in whole]
+            return [(ids, [(start, len(ids), 1.0)]) for ids in whole]
         if not isinstance(prompt, list):
             prompt = pair[0][: common_length(*pair)]
             pair = [each[len(prompt) :] for each in pair]

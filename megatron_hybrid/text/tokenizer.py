@@ -20,7 +20,7 @@ from typing import Any
 
 import tokenizers
 
-from megatron_hybrid.text.answer_spans import TrainOn, render_with_answers
+from megatron_hybrid.text.answer_spans import Answer, TrainOn, render_with_answers
 from megatron_hybrid.text.chat_messages import Message
 from megatron_hybrid.text.chat_template import ChatTemplate, TextTooLongError, common_length
 from megatron_hybrid.text.token_bytes import token_bytes
@@ -426,7 +426,7 @@ class Tokenizer:
         train_on: TrainOn = "all",
         marked: ChatTemplate | None = None,
         **variables: Any,
-    ) -> tuple[list[int], list[tuple[int, int]]]:
+    ) -> tuple[list[int], list[Answer]]:
         """Tokens of a whole conversation, and which of them are the model's answers: those to
         learn. See `render_with_answers`, also for train_on and marked.
 
@@ -435,7 +435,7 @@ class Tokenizer:
         after it nobody generates.
 
         Returns:
-            Token ids; [start, end) of the answers in them, ascending, those side by side as one.
+            Token ids; the answers in them, ascending, those of one weight side by side as one.
 
         Raises:
             ValueError, TypeError: as `render_with_answers`.
@@ -448,7 +448,7 @@ class Tokenizer:
         ids, offsets = encoding.ids, encoding.offsets
         starts, ends = zip(*offsets)
         spans = []
-        for number, (start, end) in enumerate(answers):
+        for number, (start, end, weight) in enumerate(answers):
             first, last = bisect_right(ends, start), bisect_left(starts, end)
             if words is not None:
                 after = max(first, bisect_left(starts, words[number]))  # an answer may name one
@@ -457,9 +457,10 @@ class Tokenizer:
                     stops = [last]
                 last = stops[-1] + 1 if stops else last
             if spans and first <= spans[-1][1]:
-                first = spans.pop()[0]
+                is_same = weight == spans[-1][2]
+                first = spans.pop()[0] if is_same else spans[-1][1]
             if first < last:
-                spans.append((first, last))
+                spans.append((first, last, weight))
         return ids, spans
 
     def _find_template(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate | None:

@@ -20,8 +20,8 @@ class LossSums:
     total: Tensor
     """Sum over the items that the loss counts, fp32 with its gradient."""
     count: Tensor
-    """Number of these items. A step divides the totals of its global batch by their number, so
-    that accumulation and layouts change no result."""
+    """Number of these items, or the sum of their weights. A step divides the totals of its global
+    batch by that, so that accumulation and layouts change no result."""
     metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """(sum, number of what was summed) by the names in `Loss.metrics`. The log has the means."""
 
@@ -47,7 +47,7 @@ class Loss(Protocol):
 
 
 class CrossEntropy:
-    """The mean loss of a label, as of pretraining and supervised fine-tuning."""
+    """The mean loss of a label, by weight, as of pretraining and supervised fine-tuning."""
 
     metrics: Sequence[str] = ()
     needs_reference = False

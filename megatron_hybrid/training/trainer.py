@@ -239,7 +239,8 @@ class Trainer:
         )
         with quiet_core():
             self.chunk = DistributedDataParallel(config, ddp_config, self.model)
-        config.finalize_model_grads_func = _finalize_gradients
+        self._count = torch.zeros((), dtype=torch.float64, device=device)
+        config.finalize_model_grads_func = partial(_finalize_gradients, self._count)
         config.no_sync_func = self.chunk.no_sync
         self.optimizer = build_optimizer([self.chunk], recipe.optimizer)
         if recipe.optimizer.name == "muon" and dist.get_rank() == 0:
@@ -393,6 +394,7 @@ class Trainer:
         """
         if self.reference is not None:
             data = self._with_reference([next(data) for _ in range(self.num_micro_batches)])
+        self._count.zero_()
         outputs = self._schedule(data, self.chunk, forward_only=forward_only)
         names = ("loss", *self.loss.metrics)
         sums = torch.zeros(2 * len(names) + 1, dtype=torch.float64, device=self.device)
@@ -447,13 +449,15 @@ class Trainer:
         return output, partial(self._loss, batch)
 
     def _loss(self, batch: Batch, losses: Tensor, non_loss_data: bool = False) -> Any:
-        """What core's schedules take: the sum of the losses, and the number of what they count."""
+        """What core's schedules take: the sum of the losses, an integer, and what to return."""
         if non_loss_data:
             return -losses
         found = self.loss(-losses, batch)
         metrics = [value for name in self.loss.metrics for value in found.metrics[name]]
-        sums = [found.total.detach(), found.count, *metrics, batch.loss_mask.sum()]
-        return found.total, found.count.int(), {"sums": torch.stack(sums).double()}
+        num_labels = batch.loss_mask.count_nonzero()
+        sums = [found.total.detach(), found.count, *metrics, num_labels]
+        self._count += found.count
+        return found.total, num_labels.int(), {"sums": torch.stack(sums).double()}
 
     def _any_rank(self, flag: bool) -> bool:
         flags = torch.tensor([float(flag)], device=self.device)
@@ -596,10 +600,11 @@ def _is_due(every: int, step: int) -> bool:
 
 
 def _finalize_gradients(
-    chunks: Sequence[DistributedDataParallel], num_tokens: Tensor | None = None, **options: Any
+    count: Tensor, chunks: Sequence[DistributedDataParallel], _: Tensor, **options: Any
 ) -> None:
-    """Sum gradients over ranks and divide by the tokens, after the backward passes of a step."""
-    finalize_model_grads(list(chunks), num_tokens, **options)
+    """Sum gradients over ranks and divide by what the loss counted on all, after the backward
+    passes of a step. count: on this rank, in place of core's, which is an integer."""
+    finalize_model_grads(list(chunks), count, **options)
     for chunk in chunks:  # after core, whose reductions may be under way until then
         chunk.module.sum_shared_gradients()
 

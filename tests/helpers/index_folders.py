@@ -7,15 +7,16 @@ import numpy as np
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from megatron_hybrid.text.document_encoder import SPAN
 from megatron_hybrid.text.tokenizer import Tokenizer
-from megatron_hybrid.training.data.index_files import ANSWERS, Description, description_path
+from megatron_hybrid.training.data.index_files import SPANS, Description, description_path
 
 
 def write_index(prefix: Path | str, items: Sequence[Sequence[int]], dtype=np.uint16) -> None:
     """PREFIX.bin and PREFIX.idx."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for item in items:
-        builder.add_item(torch.tensor(item, dtype=torch.int64))
+        builder.add_item(torch.as_tensor(item, dtype=torch.int64))
         builder.end_document()
     builder.finalize(f"{prefix}.idx")
 
@@ -30,14 +31,14 @@ def write_documents(prefix: Path, documents: Sequence[Sequence[int]], tokenizer:
 def write_conversations(
     prefix: Path,
     conversations: Sequence[Sequence[int]],
-    answers: Sequence[Sequence[tuple[int, int]]],
+    answers: Sequence[Sequence[tuple]],
     tokenizer: Tokenizer,
     kind: str = "sft",
 ) -> str:
-    """A dataset of this kind; answers: [start, end) in the tokens of each conversation."""
+    """A dataset of this kind; answers: (start, end, weight=1) in each conversation."""
     write_index(prefix, conversations)
-    flat = [[place for span in spans for place in span] for spans in answers]
-    write_index(f"{prefix}{ANSWERS}", flat, np.int32)
+    whole = [np.array([(*span, 1.0)[:3] for span in spans], SPAN) for spans in answers]
+    write_index(f"{prefix}{SPANS}", [spans.view(np.int32) for spans in whole], np.int32)
     _describe(prefix, kind, conversations, tokenizer)
     return str(prefix)
 

@@ -25,7 +25,7 @@ class Batch:
     labels: Tensor
     """int64 [1, T]: for each token the next one of its sequence; where there is none, any token."""
     loss_mask: Tensor
-    """fp32 [1, T]: 1 where the label counts, else 0. It may be 0 throughout."""
+    """fp32 [1, T]: weights of the labels; 0: it does not count. It may be 0 throughout."""
     lengths: list[int]
     """Lengths of the sequences in the row; their sum is T."""
     padding_mask: Tensor | None = None

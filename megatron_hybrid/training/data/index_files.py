@@ -1,5 +1,5 @@
 """Files of a dataset: megatron-core's PREFIX.bin and PREFIX.idx, and PREFIX.json, which says what
-made them. Conversations have PREFIX.answers.bin and PREFIX.answers.idx, too."""
+made them. Conversations have PREFIX.spans.bin and PREFIX.spans.idx, too."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, get_bin_path, get_idx_path
 
+from megatron_hybrid.text.document_encoder import SPAN
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.utils.files import digest_of_files
 
-ANSWERS = ".answers"
-"""Added to the prefix: for each conversation the [start, end) of its answers, int32."""
+SPANS = ".spans"
+"""Added to the prefix: for each conversation its answers, `SPAN`, as int32."""
 _MAGIC, _HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")
 _OPTIONS = {
     "pretraining": "without --chat and --preferences",
@@ -51,16 +52,16 @@ class Sequences(IndexedDataset):
 
 def content_of(prefix: str) -> str:
     """A digest of a dataset's files, by which one that was made anew is known."""
-    both = [of(each) for each in (prefix, prefix + ANSWERS) for of in (get_idx_path, get_bin_path)]
+    both = [of(each) for each in (prefix, prefix + SPANS) for of in (get_idx_path, get_bin_path)]
     return digest_of_files(path for path in both if os.path.exists(path))
 
 
 def count_labels(prefix: str, sequence_length: int) -> np.ndarray:
     """Return how many labels the row of each conversation has: tokens of its answers, but for its
     first one and those that are cut off."""
-    sizes = _check_index(prefix + ANSWERS) // 2
-    starts, ends = np.fromfile(get_bin_path(prefix + ANSWERS), np.int32).reshape(-1, 2).T
-    counts = np.minimum(ends, sequence_length + 1) - np.maximum(starts, 1)
+    sizes = _check_index(prefix + SPANS) // len(SPAN)
+    spans = np.fromfile(get_bin_path(prefix + SPANS), SPAN)
+    counts = np.minimum(spans["end"], sequence_length + 1) - np.maximum(spans["start"], 1)
     conversations = np.repeat(np.arange(len(sizes)), sizes)
     return np.bincount(conversations, np.maximum(counts, 0), len(sizes))
 
@@ -126,10 +127,10 @@ def check_dataset(prefix: str, tokenizer: Tokenizer, kind: str, ends_documents: 
             f"{description_path(prefix)} is missing: {prefix} is not a dataset of {kind}"
         )
     if kind != "pretraining":
-        spans = _check_index(prefix + ANSWERS)
+        spans = _check_index(prefix + SPANS)
         if len(spans) != len(lengths):
             raise ValueError(
-                f"{prefix}{ANSWERS}.idx has {len(spans)} conversations, {prefix}.idx has "
+                f"{prefix}{SPANS}.idx has {len(spans)} conversations, {prefix}.idx has "
                 f"{len(lengths)}. {_AGAIN}"
             )
     if ends_documents and kind == "pretraining":
@@ -145,7 +146,7 @@ def _check_index(prefix: str) -> np.ndarray:
             lacking = f", though {other} does: the dataset is not whole" if other.exists() else ""
             raise ValueError(
                 f"{path} does not exist{lacking}. Run `megatron-hybrid preprocess ... --output "
-                f"{prefix.removesuffix(ANSWERS)}`, or correct the prefix."
+                f"{prefix.removesuffix(SPANS)}`, or correct the prefix."
             )
     size = idx.stat().st_size
     with idx.open("rb") as file:

@@ -16,12 +16,12 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_hybrid.checkpoints.pretrained import model_folder
 from megatron_hybrid.text.answer_spans import TrainOn, trained_roles
-from megatron_hybrid.text.document_encoder import EncodedChunk, encode_all, token_dtype
+from megatron_hybrid.text.document_encoder import SPAN, EncodedChunk, encode_all, token_dtype
 from megatron_hybrid.text.document_files import STDIN, check_files, read_chunks, read_texts
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.text.tokenizer_files import find_tokenizer
 from megatron_hybrid.text.train_tokenizer import train_tokenizer
-from megatron_hybrid.training.data.index_files import ANSWERS, Description
+from megatron_hybrid.training.data.index_files import SPANS, Description
 from megatron_hybrid.utils.files import no_new_folders
 from megatron_hybrid.utils.progress import progress
 from megatron_hybrid.utils.validation import Range, check_field
@@ -58,7 +58,7 @@ def preprocess(
     training_template: str | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Preprocessed:
-    """Write the dataset `output`.bin, .idx and .json (and .answers.bin and .idx with chat).
+    """Write the dataset `output`.bin, .idx and .json (and .spans.bin and .idx with chat).
 
     Documents keep their order, whatever the number of workers. The files appear when all is done;
     the .idx, without which there is no dataset, is the last of them.
@@ -181,7 +181,7 @@ class _Output:
         shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed
         self.folder.mkdir(parents=True)
         self.text = self._builder("", token_dtype(self.tokenizer.vocab_size))
-        self.answers = self._builder(ANSWERS, np.int32) if self.kind != "pretraining" else None
+        self.answers = self._builder(SPANS, np.int32) if self.kind != "pretraining" else None
         return self
 
     def __exit__(self, *error) -> None:
@@ -195,8 +195,8 @@ class _Output:
         for tokens in np.split(encoded.tokens, ends) if encoded.lengths else ():
             self.text.add_document(tokens, [len(tokens)])
         for spans in encoded.answers:
-            self.answers.add_document(spans, [len(spans)])
-            self.answer_tokens += sum(spans[1::2]) - sum(spans[::2])
+            self.answers.add_document(spans.view(np.int32), [len(spans) * len(SPAN)])
+            self.answer_tokens += int((spans["end"] - spans["start"]).sum())
         self.documents += len(encoded.lengths)
         self.tokens += len(encoded.tokens)
 
@@ -207,8 +207,8 @@ class _Output:
         self.text.finalize(str(self.folder / ".idx"))
         suffixes = [".bin", ".json", ".idx"]
         if self.answers is not None:
-            self.answers.finalize(str(self.folder / f"{ANSWERS}.idx"))
-            suffixes = [f"{ANSWERS}.bin", f"{ANSWERS}.idx", *suffixes]
+            self.answers.finalize(str(self.folder / f"{SPANS}.idx"))
+            suffixes = [f"{SPANS}.bin", f"{SPANS}.idx", *suffixes]
         tokenizer = self.tokenizer
         Description(
             self.kind,

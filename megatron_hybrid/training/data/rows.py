@@ -14,7 +14,8 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 from torch import Tensor
 
-from megatron_hybrid.training.data.index_files import ANSWERS, Sequences, content_of, count_labels
+from megatron_hybrid.text.document_encoder import SPAN
+from megatron_hybrid.training.data.index_files import SPANS, Sequences, content_of, count_labels
 from megatron_hybrid.training.data.packing import pack
 
 logger = logging.getLogger(__name__)
@@ -55,19 +56,20 @@ class DocumentRows(GPTDataset):
 
 
 class Conversations:
-    """Tokens of conversations, and which of them are answers."""
+    """Tokens of conversations, and their weights as labels."""
 
     def __init__(self, prefix: str):
         self.tokens = Sequences(prefix)
-        self.answers = Sequences(prefix + ANSWERS)
+        self.answers = Sequences(prefix + SPANS)
 
     def get(self, index: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """The first tokens of a conversation, int64, and for each whether it is of an answer."""
+        """The first tokens of a conversation, int64, and for each its weight, fp32; 0: it is of no
+        answer."""
         tokens = self.tokens.get(index, 0, num_tokens).astype(np.int64)
-        is_answer = np.zeros(num_tokens, dtype=bool)
-        for start, end in self.answers[index].reshape(-1, 2):
-            is_answer[start:end] = True
-        return tokens, is_answer
+        weights = np.zeros(num_tokens, np.float32)
+        for start, end, weight in self.answers[index].view(SPAN):
+            weights[start:end] = weight
+        return tokens, weights
 
 
 class ConversationRows(MegatronDataset):
@@ -142,10 +144,10 @@ class ConversationRows(MegatronDataset):
         places = self.rows[index]
         for number, length in zip(self.indices[places].flat, self.lengths[places].flat):
             length = int(length)
-            piece, is_answer = self.dataset.get(number, length + 1)
+            piece, weights = self.dataset.get(number, length + 1)
             part = slice(start, start + length)
             tokens[part], labels[part] = torch.from_numpy(piece[:-1]), torch.from_numpy(piece[1:])
-            loss_mask[part] = torch.from_numpy(is_answer[1:]).float()
+            loss_mask[part] = torch.from_numpy(weights[1:])
             lengths.append(length)
             start += length
         if start < size:

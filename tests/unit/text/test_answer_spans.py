@@ -20,7 +20,7 @@ PLAIN = MARKS.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 def answers(kind, messages, **options):
     text, spans, _ = render_with_answers(kind, messages, {"tools": None, **TOKENS}, **options)
-    return [text[start:end] for start, end in spans]
+    return [text[start:end] for start, end, _ in spans]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -64,6 +64,7 @@ def test_a_comment_marks_nothing():
         ([{}, {}], "last", ["No.</s>"]),
         ([{"train": False}, {}], "all", ["No.</s>"]),
         ([{"weight": 1}, {"weight": 0}], "all", ["So they are.</s>"]),
+        ([{"weight": 0.5}, {"weight": 2}], "all", ["So they are.</s>", "No.</s>"]),
         ([{}, {}], "user", ["Zebras?", "And lions?"]),
         ([{}, {"train": 0}], "user,assistant", ["Zebras?", "So they are.</s>", "And lions?"]),
     ],
@@ -71,13 +72,17 @@ def test_a_comment_marks_nothing():
 def test_messages_are_chosen(source, given, train_on, trained):
     messages = [ASK, {**SO, **given[0]}, AGAIN, {**NO, **given[1]}]
     assert answers(ChatTemplate(source), messages, train_on=train_on) == trained
+    _, spans, _ = render_with_answers(ChatTemplate(source), messages, TOKENS, train_on)
+    assert [weight for *_, weight in spans] == (
+        [0.5, 2] if given[1] == {"weight": 2} else [1] * len(spans)
+    )
 
 
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
         ([{}, {"train": False}], "has no answer to train"),
-        ([{}, {"weight": 0.5}], r"messages\[1\], of the role 'assistant', has weight=0.5"),
+        ([{}, {"weight": -1}], r"messages\[1\], of the role 'assistant', has weight=-1: true, or"),
         ([{"train": True}, {}], r"messages\[0\], of the role 'user', has train=True"),
     ],
 )

@@ -867,7 +867,7 @@ def spans_of(mask):
 def their_answers(folder, messages):
     other = theirs(folder)
     found = other.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    return found["input_ids"], spans_of(found["assistant_masks"])
+    return found["input_ids"], [(*span, 1.0) for span in spans_of(found["assistant_masks"])]
 
 
 @pytest.mark.parametrize("template", [WITH_MARKS, THINKING_WITH_MARKS, EXTENSIONS])
@@ -898,9 +898,11 @@ def test_an_answer_in_the_middle_of_tokens_has_them_whole(write):
     )
     folder = write(with_bos, **{"tokenizer_config": ROLES, "chat_template.jinja": template})
     tokenizer = Tokenizer.from_folder(folder)
-    ids, ((start, end),) = tokenizer.chat_with_answers([{"role": "user", "content": "  Hello"}])
+    ids, ((start, end, _),) = tokenizer.chat_with_answers([{"role": "user", "content": "  Hello"}])
     assert tokenizer.detokenize(ids[start:end]) == "  Hello"
-    ids, ((start, end),) = tokenizer.chat_with_answers([{"role": "user", "content": "ello worl"}])
+    ids, ((start, end, _),) = tokenizer.chat_with_answers(
+        [{"role": "user", "content": "ello worl"}]
+    )
     assert tokenizer.detokenize(ids[start:end]) in (" bello worl", "bello worl", "ello world")
 
 

@@ -137,7 +137,7 @@ def test_preferences_are_texts_or_chats_as_preprocess_renders_them(tmp_path):
     found = encoder.encode(Chunk(tmp_path / "a.jsonl", 1, records, 0))
     parts = torch.from_numpy(found.tokens.astype(int)).split(found.lengths)
     learnt = [
-        [TOKENIZER.decode(ids[a:b].tolist(), False) for a, b in zip(spans[::2], spans[1::2])]
+        [TOKENIZER.decode(ids[a:b].tolist(), False) for a, b, _ in spans.tolist()]
         for ids, spans in zip(parts, found.answers, strict=True)
     ]
     end = "<|endoftext|>"

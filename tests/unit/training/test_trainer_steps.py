@@ -16,6 +16,7 @@ from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.models.mixers.router import Router
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.training.checkpoints import Checkpoints
+from megatron_hybrid.training.data.batches import Batch
 from megatron_hybrid.training.data.datasets import build_datasets
 from megatron_hybrid.training.lora import load_adapters
 from megatron_hybrid.training.reports import LOG, read_log
@@ -356,16 +357,27 @@ def test_sequences_are_cut_while_the_length_warms_up(text, tmp_path):
 
 def test_conversations_have_a_loss_on_answers_alone(tmp_path, tokenizer):
     conversations = [[300 + i % 7] * 6 + [400, 401, 402, tokenizer.eod] for i in range(40)]
-    prefix = tmp_path / "chats"
-    write_conversations(prefix, conversations, [[(6, 10)]] * 40, tokenizer)
-    chosen = recipe_of(str(prefix), data={"kind": "sft", "split": "1"})
-    trainer = train(chosen, tmp_path / "run")
-    data, _, _ = build_datasets(chosen.data, tokenizer, (STEPS * ROWS, 0, 0))
-    counts = [int(data[i]["loss_mask"].sum()) for i in range(STEPS * ROWS)]
-    assert trainer.progress.tokens == sum(counts)
-    assert 0 < sum(counts) <= 0.5 * STEPS * ROWS * LENGTH
-    losses = [loss for (loss,) in logged(tmp_path / "run", "loss")]
-    assert losses[-1] < losses[0]
+    found = []
+    for scale in (1, 1 / 64):  # means are by weight
+        prefix = str(tmp_path / f"chats{scale}")
+        spans = [(6, 8, scale), (8, 10, scale / 4)]
+        write_conversations(prefix, conversations, [spans] * 40, tokenizer)
+        chosen = recipe_of(prefix, data={"kind": "sft", "split": "1"})
+        data, _, _ = build_datasets(chosen.data, tokenizer, (STEPS * ROWS, 0, 0))
+        counts = [int(data[i]["loss_mask"].count_nonzero()) for i in range(STEPS * ROWS)]
+        trainer = build(chosen, tmp_path / f"run{scale}")
+        batch = Batch.of([data[i] for i in range(ROWS)])
+        rows = {"labels": batch.labels, "packed_seq_params": batch.packed_seq_params()}
+        losses = trainer.model(batch.tokens, None, None, **rows) * batch.loss_mask
+        expected = (losses.sum() / batch.loss_mask.sum()).item()
+        trainer.train()
+        trainer.close()
+        assert trainer.progress.tokens == sum(counts)
+        assert 0 < sum(counts) <= 0.5 * STEPS * ROWS * LENGTH
+        found.append(logged(tmp_path / f"run{scale}", "loss", "gradient_norm"))
+        first, last = found[-1][0][0], found[-1][-1][0]
+        assert first == pytest.approx(expected, rel=1e-5) and last < first
+    assert sum(found[0], ()) == pytest.approx(sum(found[1], ()), rel=1e-4)
 
 
 def test_routers_are_told_what_only_fills_a_row(tmp_path, tokenizer):

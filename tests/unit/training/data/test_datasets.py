@@ -138,7 +138,7 @@ def conversations(count: int, longest: int = 20) -> tuple[list, list]:
         turn = [1 + i % 49] * asked + [50 + i % 49] * answered
         tokens.append(turn * 2)
         n = len(turn)
-        answers.append([(asked, n), (n + asked, 2 * n)])
+        answers.append([(asked, n), (n + asked, 2 * n, 0.5)])
     return tokens, answers
 
 
@@ -164,7 +164,8 @@ def test_conversations_are_whole_and_only_answers_count(chats):
                 padding += len(tokens)
                 continue
             assert torch.equal(tokens[1:], labels[:-1])
-            assert torch.equal(mask, (labels >= 50).float())
+            last_turn = torch.arange(len(labels)) >= len(labels) // 2
+            assert torch.equal(mask, (labels >= 50) * torch.where(last_turn, 0.5, 1.0))
             found.append([*tokens.tolist(), int(labels[-1])])
     assert sorted(found) == sorted(conversations(60)[0])
     assert padding < 0.1 * 64 * len(train)
@@ -316,8 +317,8 @@ def test_kinds_are_not_mixed_up(prefix, chats):
 
 
 def test_conversations_without_their_answers_are_refused(chats):
-    os.remove(f"{chats}.answers.idx")
-    refuse(r"chats.answers.idx does not exist, though .*--output .*/chats`", chats, kind="sft")
+    os.remove(f"{chats}.spans.idx")
+    refuse(r"chats.spans.idx does not exist, though .*--output .*/chats`", chats, kind="sft")
 
 
 def test_a_part_without_documents_is_refused_not_waited_for(tmp_path):

@@ -24,7 +24,7 @@ from megatron_hybrid import cli
 from megatron_hybrid.serving.fields import ChatFields
 from megatron_hybrid.serving.request_mapping import chat_prompt
 from megatron_hybrid.text import document_files
-from megatron_hybrid.text.document_encoder import encode_all, token_dtype
+from megatron_hybrid.text.document_encoder import SPAN, encode_all, token_dtype
 from megatron_hybrid.text.document_files import read_chunks
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.text.train_tokenizer import train_tokenizer
@@ -133,10 +133,14 @@ def test_token_ids_are_stored_as_core_stores_them():
 def conversation(i: int) -> list[dict]:
     return [
         {"role": "user", "content": f"question {i}"},
-        {"role": "assistant", "content": f"answer {i} 漢"},
+        {"role": "assistant", "content": f"answer {i} 漢", "weight": 0.25},
         {"role": "user", "content": "and?"},
         {"role": "assistant", "content": "no" * i},
     ]
+
+
+def spans_of(prefix):
+    return [np.array(each, np.int32).view(SPAN).tolist() for each in stored(f"{prefix}.spans")]
 
 
 def test_conversations_keep_their_answers(folder, tmp_path):
@@ -145,8 +149,8 @@ def test_conversations_keep_their_answers(folder, tmp_path):
     tokenizer = Tokenizer.from_folder(folder)
     pairs = [tokenizer.chat_with_answers(conversation(i)) for i in range(40)]
     assert stored(tmp_path / "chats") == [ids for ids, _ in pairs]
-    assert stored(tmp_path / "chats.answers") == [[*sum(spans, ())] for _, spans in pairs]
-    assert made.answer_tokens == sum(b - a for _, spans in pairs for a, b in spans)
+    assert spans_of(tmp_path / "chats") == [spans for _, spans in pairs]
+    assert made.answer_tokens == sum(b - a for _, spans in pairs for a, b, _ in spans)
     fields = DataFields(1000, kind="sft", train=[str(tmp_path / "chats")])
     train, _, _ = build_datasets(fields, tokenizer, (None, 0, 0))
     learnt = [
@@ -185,7 +189,7 @@ def test_conversations_are_rendered_as_by_the_server(folder, tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [record])
     options = {"chat": True, "train_on": "last", "training_template": marked}
     preprocess([path], tmp_path / "model", tmp_path / "chats", **options)
-    ((ids,), ((start, end),)) = stored(tmp_path / "chats"), stored(tmp_path / "chats.answers")
+    ((ids,), (((start, end, _),),)) = stored(tmp_path / "chats"), spans_of(tmp_path / "chats")
     tokenizer = Tokenizer.from_folder(tmp_path / "model")
     fields = ChatFields(messages=messages, tools=tools, add_generation_prompt=False)
     assert list(chat_prompt(tokenizer, fields).tokens) == ids
