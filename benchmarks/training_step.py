@@ -194,9 +194,9 @@ def _stall(trainer: Trainer, data: Iterator[Batch]) -> float:
     """Seconds for which a save holds the training, its completion included."""
     trainer.step(data)
     held = seconds(trainer.save)
-    while trainer.checkpoints.is_saving:
+    while trainer.checkpoints.finish(wait=False):
         time.sleep(0.01)
-        held += seconds(trainer.checkpoints.poll)
+        held += seconds(lambda: trainer.checkpoints.finish(wait=False))
     return held
 
 

@@ -106,23 +106,16 @@ class Checkpoints:
             else:
                 request.execute_sync()
 
-    @property
-    def is_saving(self) -> bool:
-        """True while a save is not complete."""
-        return self._queue.get_num_unfinalized_calls() > 0
+    def finish(self, wait: bool = True) -> bool:
+        """Complete the save under way, if its files are written; every rank calls it, also after
+        each step. wait: for the files.
 
-    def poll(self) -> None:
-        """Complete a save whose files are written; every rank calls it after each step."""
-        if self.is_saving:
-            self._complete_written(wait=False)
-
-    def finish(self) -> None:
-        """Wait for the save under way and complete it; every rank calls it."""
-        self._complete_written(wait=True)
-
-    def _complete_written(self, wait: bool) -> None:
+        Returns:
+            Whether it is still under way.
+        """
         with self._failures():
             self._queue.maybe_finalize_async_calls(blocking=wait)
+        return self._queue.get_num_unfinalized_calls() > 0
 
     @contextmanager
     def _failures(self) -> Iterator[None]:

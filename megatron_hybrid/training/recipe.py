@@ -61,14 +61,6 @@ class RunFields(Fields):
     overlap_gradients: bool = False
     """Reduce gradients over data-parallel ranks during the backward pass."""
 
-    def check(self) -> None:
-        super().check()
-        if self.global_batch_size % self.micro_batch_size:
-            raise ValueError(
-                f"global_batch_size is {self.global_batch_size}, no multiple of micro_batch_size="
-                f"{self.micro_batch_size}."
-            )
-
 
 @dataclass
 class Recipe:

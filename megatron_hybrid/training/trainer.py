@@ -41,7 +41,7 @@ from megatron_hybrid.text.tokenizer_files import find_tokenizer
 from megatron_hybrid.training import checkpoints
 from megatron_hybrid.training.checkpoints import Checkpoints, check_shared_folder
 from megatron_hybrid.training.core_cpu_patch import core_cpu_patch
-from megatron_hybrid.training.data.batches import Batch, batches
+from megatron_hybrid.training.data.batches import Batch, batches, count_micro_batches
 from megatron_hybrid.training.data.datasets import build_datasets
 from megatron_hybrid.training.data.rows import contents_of
 from megatron_hybrid.training.dpo import DpoLoss
@@ -185,19 +185,13 @@ class Trainer:
         recipe, run, device = self.recipe, self.recipe.run, self.device
         groups = core_process_groups(config)
         dp_size = parallel_state.get_data_parallel_world_size()
-        rows = run.micro_batch_size * dp_size
-        if run.global_batch_size % rows:
-            raise ValueError(
-                f"run.global_batch_size is {run.global_batch_size}, no multiple of the {rows} rows "
-                f"of micro_batch_size={run.micro_batch_size} on {dp_size} data-parallel ranks. "
-                "Change one of them."
-            )
+        sizes = run.global_batch_size, run.micro_batch_size
+        self.num_micro_batches = count_micro_batches(*sizes, dp_size)
         if recipe.grpo is not None and run.global_batch_size % (recipe.grpo.group_size * dp_size):
             raise ValueError(
                 f"run.global_batch_size is {run.global_batch_size}, no multiple of grpo.group_size="
                 f"{recipe.grpo.group_size} times the {dp_size} data-parallel ranks."
             )
-        self.num_micro_batches = run.global_batch_size // rows
         kept = recipe.checkpoints
         self.checkpoints = Checkpoints(self.folder, kept.keep, kept.asynchronous)
         saved = self.checkpoints.newest()
@@ -276,7 +270,7 @@ class Trainer:
                 ends = progress.step >= last
                 while not ends:
                     step = self.step(data)
-                    self.checkpoints.poll()
+                    self.checkpoints.finish(wait=False)
                     ends = progress.step == last or self._any_rank(stop.is_set())
                     if reports:
                         reports.advance(progress.step, step.loss)

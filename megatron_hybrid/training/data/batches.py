@@ -85,10 +85,22 @@ class Batch:
     def cut(self, most: int) -> Batch:
         """The same tokens in sequences of at most `most` tokens, for a warm-up of the sequence
         length (Li et al. 2022, arXiv:2108.06084)."""
-        if most < 1:
-            raise ValueError(f"sequences are cut at {most} tokens; it must be 1 or more.")
         pieces = ([*[most] * (n // most), n % most] for n in self.lengths)
         return replace(self, lengths=[n for n in chain.from_iterable(pieces) if n])
+
+
+def count_micro_batches(
+    global_batch_size: int, micro_batch_size: int, data_parallel_size: int
+) -> int:
+    """Micro-batches of a rank in a global batch. Raises ValueError where it does not divide."""
+    rows = micro_batch_size * data_parallel_size
+    if rows < 1 or global_batch_size < 1 or global_batch_size % rows:
+        raise ValueError(
+            f"global_batch_size is {global_batch_size}, no multiple of the {rows} rows of "
+            f"micro_batch_size={micro_batch_size} on {data_parallel_size} data-parallel ranks. "
+            "Change one of them."
+        )
+    return global_batch_size // rows
 
 
 def batches(
@@ -116,14 +128,8 @@ def batches(
         ValueError: the global batch does not divide over ranks and micro-batches, or the dataset
             has no whole global batch left.
     """
+    count_micro_batches(global_batch_size, micro_batch_size, data_parallel_size)
     step = micro_batch_size * data_parallel_size
-    if step < 1 or global_batch_size < 1 or global_batch_size % step:
-        raise ValueError(
-            f"global_batch_size {global_batch_size} must be a multiple of micro_batch_size "
-            f"{micro_batch_size} times the {data_parallel_size} data-parallel ranks."
-        )
-    if not 0 <= data_parallel_rank < data_parallel_size:
-        raise ValueError(f"data_parallel_rank {data_parallel_rank} is not of {data_parallel_size}.")
     last = len(dataset) - global_batch_size
     if not 0 <= consumed_samples <= last:
         raise ValueError(

@@ -55,23 +55,6 @@ class DocumentRows(GPTDataset):
         return {**row, "lengths": np.diff([0, *ends]).tolist()}
 
 
-class Conversations:
-    """Tokens of conversations, and their weights as labels."""
-
-    def __init__(self, prefix: str):
-        self.tokens = Sequences(prefix)
-        self.answers = Sequences(prefix + SPANS)
-
-    def get(self, index: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """The first tokens of a conversation, int64, and for each its weight, fp32; 0: it is of no
-        answer."""
-        tokens = self.tokens.get(index, 0, num_tokens).astype(np.int64)
-        weights = np.zeros(num_tokens, np.float32)
-        for start, end, weight in self.answers[index].view(SPAN):
-            weights[start:end] = weight
-        return tokens, weights
-
-
 class ConversationRows(MegatronDataset):
     """Rows packed with whole conversations, in another order in each epoch.
 
@@ -85,7 +68,7 @@ class ConversationRows(MegatronDataset):
 
     def __init__(
         self,
-        dataset: Conversations,
+        dataset: Sequences,
         dataset_path: str,
         indices: np.ndarray,
         num_samples: int | None,
@@ -94,6 +77,7 @@ class ConversationRows(MegatronDataset):
     ):
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         self.unique_identifiers["content"] = content_of(dataset_path)
+        self.spans = Sequences(dataset_path + SPANS)
         size, group = config.sequence_length // self.group, self.group
         part = "the sequence_length" if group == 1 else f"1/{group} of the sequence_length"
         groups = np.unique(indices // group)[:, None] * group + np.arange(group)
@@ -106,7 +90,7 @@ class ConversationRows(MegatronDataset):
                 "first %d tokens, %s.",
                 *(dataset_path, num_unlabelled * group, groups.size, size, part),
             )
-        lengths = np.asarray(dataset.tokens.sequence_lengths)[self.indices] - 1
+        lengths = np.asarray(dataset.sequence_lengths)[self.indices] - 1
         self.num_truncated = int((lengths > size).sum())
         """Conversations that are longer than their part of a row."""
         if self.num_truncated:
@@ -125,12 +109,12 @@ class ConversationRows(MegatronDataset):
             epoch += 1
 
     @staticmethod
-    def numel_low_level_dataset(dataset: Conversations) -> int:
-        return len(dataset.tokens)
+    def numel_low_level_dataset(dataset: Sequences) -> int:
+        return len(dataset)
 
     @staticmethod
-    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Conversations:
-        return Conversations(dataset_path)
+    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Sequences:
+        return Sequences(dataset_path)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -144,10 +128,11 @@ class ConversationRows(MegatronDataset):
         places = self.rows[index]
         for number, length in zip(self.indices[places].flat, self.lengths[places].flat):
             length = int(length)
-            piece, weights = self.dataset.get(number, length + 1)
+            piece = torch.from_numpy(self.dataset.get(number, 0, length + 1).astype(np.int64))
             part = slice(start, start + length)
-            tokens[part], labels[part] = torch.from_numpy(piece[:-1]), torch.from_numpy(piece[1:])
-            loss_mask[part] = torch.from_numpy(weights[1:])
+            tokens[part], labels[part] = piece[:-1], piece[1:]
+            for first, last, weight in self.spans[number].view(SPAN):
+                loss_mask[part][max(0, first - 1) : max(0, last - 1)] = float(weight)
             lengths.append(length)
             start += length
         if start < size:

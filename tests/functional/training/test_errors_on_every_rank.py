@@ -40,7 +40,7 @@ CASES = {
     ),
     "rows that do not divide": (
         ["run.global_batch_size=3"],
-        "run.global_batch_size is 3, no multiple of the 2 rows",
+        "global_batch_size is 3, no multiple of the 2 rows",
     ),
     "a vocabulary below the tokenizer's": (["model.vocab_size=61"], "vocab_size is 61, but 'demo'"),
     "no tensorboard": (["reports.writers=[tensorboard]"], "pip install tensorboard"),

@@ -117,8 +117,8 @@ def test_a_torn_one_does_not_count_as_kept(folder):
 def test_an_asynchronous_save_is_complete_when_polled(folder):
     checkpoints = Checkpoints(folder, asynchronous=True)
     checkpoints.save(3, state(3))
-    while not (folder / "iter_0000003").exists():
-        checkpoints.poll()
+    while checkpoints.finish(wait=False):
+        pass
     check_newest(folder, 3)
 
 

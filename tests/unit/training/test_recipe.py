@@ -73,7 +73,6 @@ def test_the_sizes_of_a_model_have_its_part_for_multi_token_prediction_on_reques
         ("model=", "model is None; it must be a section"),
         ("model.hiden_size=3", "model has no field 'hiden_size': did you mean hidden_size?"),
         ("tokenizer=3", "tokenizer is 3; it must be a folder"),
-        ("run.micro_batch_size=2", "global_batch_size is 1, no multiple of micro_batch_size=2"),
         ("lora.rank=4", "set model.pretrained"),
         ("optimizer.warmup_steps=7", "run.steps=7 is too few for optimizer.warmup_steps=7. Lower"),
     ],

@@ -112,8 +112,6 @@ def test_sequences_are_cut_without_moving_a_token():
     cut = batch.cut(3)
     assert cut.lengths == [3, 3, 2, 3, 3, 1, 1] and torch.equal(cut.tokens, batch.tokens)
     assert batch.cut(8).lengths == batch.lengths
-    with pytest.raises(ValueError, match="cut at 0 tokens"):
-        batch.cut(0)
 
 
 @pytest.mark.parametrize("most", [8, 3])
@@ -135,8 +133,7 @@ def test_a_model_takes_a_batch_as_sequences_that_are_alone(most):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"micro_batch_size": 5}, "global_batch_size 12 must be a multiple of micro_batch_size 5"),
-        ({"data_parallel_rank": 2}, "data_parallel_rank 2 is not of 2"),
+        ({"micro_batch_size": 5}, "global_batch_size is 12, no multiple of the 10 rows of micro_b"),
         ({"consumed_samples": 39}, "after 39 of 50 rows there is no global batch of 12"),
         ({"consumed_samples": -1}, "after -1 of 50"),
     ],
