@@ -134,10 +134,11 @@ def read_adapters(
                 f"{folder} holds {name}, and only matrices lora_A and lora_B of linear layers are "
                 "read: merge the adapter into its base with peft's merge_and_unload()"
             )
-        if tensor.dtype not in FLOATS or not bool(tensor.isfinite().all()):
+        is_matrix = tensor.dim() == 2 and tensor.dtype in FLOATS
+        if not is_matrix or not bool(tensor.float().isfinite().all()):
             raise CheckpointError(
-                f"{folder}: {name} is {tensor.dtype}, or has NaN or infinite values: an adapter "
-                "has finite floating-point values"
+                f"{folder}: {name} is {tensor.dtype} {list(tensor.shape)}, or has NaN or infinite "
+                "values: an adapter is of matrices of finite floating-point values"
             )
         module = match["module"]
         if adapter is not None:
