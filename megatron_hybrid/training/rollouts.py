@@ -21,7 +21,7 @@ from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.requests.request import GenerationResult
 from megatron_hybrid.inference.sampling_params import SamplingParams
-from megatron_hybrid.text.document_files import Chunk, check_files, read_chunks
+from megatron_hybrid.text.document_files import BrokenRecordError, Chunk, check_files, read_chunks
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.training.data.batches import Batch
 from megatron_hybrid.training.data.config import parse_blend
@@ -143,15 +143,22 @@ class Rollouts:
                 names = {name for record in records for name in record} - {"prompt"}
                 columns = {name: [record.get(name) for record in records] for name in names}
                 columns["prompts"] = [record["prompt"] for record in records]
-                rewards = self.prompts.reward(completions=texts, completion_ids=ids, **columns)
-                found = [torch.tensor(rewards, dtype=torch.float32)]
-                if found[0].shape != (len(samples),) or not found[0].isfinite().all():
-                    raise ValueError(
-                        f"grpo.reward {self.recipe.grpo.reward} returned {rewards!r:.80}; it must "
-                        f"be a list of {len(samples)} finite numbers."
-                    )
+                columns |= {"completions": texts, "completion_ids": ids}
+                found = [self._checked(self.prompts.reward(**columns), len(samples))]
         dist.broadcast_object_list(found, group=group, group_src=0)
         return found[0]
+
+    def _checked(self, rewards: Any, count: int) -> Tensor:
+        try:
+            found = torch.tensor(rewards, dtype=torch.float32)
+        except (ValueError, TypeError, RuntimeError):  # by what it is
+            found = torch.empty(0)
+        if found.shape != (count,) or not found.isfinite().all():
+            raise ValueError(
+                f"grpo.reward {self.recipe.grpo.reward} returned {rewards!r:.80}; it must be a "
+                f"list of {count} finite numbers."
+            )
+        return found
 
 
 def _prompts_of(
@@ -166,6 +173,8 @@ def _prompts_of(
             prompt = record["prompt"]
             if isinstance(prompt, str):
                 tokens = tokenizer.encode(prompt)
+            elif not isinstance(prompt, list):
+                raise BrokenRecordError(f"the prompt is {prompt!r:.80}, no text and no messages")
             else:
                 tokens, _ = tokenizer.chat_prompt(prompt, tools=record.get("tools"))
         except (ValueError, TypeError) as error:
@@ -178,12 +187,17 @@ def _find_reward(name: str) -> Callable[..., Sequence[float]]:
     if folder not in sys.path:
         sys.path.append(folder)
     try:
-        return resolve_name(name)
+        reward = resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
+        reward, reason = None, error
+    else:
+        reason = f"that is {reward!r:.80}"
+    if not callable(reward):
         raise ValueError(
             f"grpo.reward is {name!r}; it must be module:function, of a module in {folder} or one "
-            f"that is installed ({error})."
-        ) from error
+            f"that is installed ({reason})."
+        )
+    return reward
 
 
 def _row(sample: GenerationResult, advantage: Tensor, reward: Tensor) -> dict[str, Any]:

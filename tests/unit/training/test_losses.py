@@ -227,9 +227,15 @@ def test_rewards_rise_and_the_engine_drew_with_the_weights_that_are_trained(
         return [float(text.count(each)) for text, each in zip(completions, letter)]
     def none(completions, **columns):
         return []
+    def words(completions, **columns):
+        return ["1"] * len(completions)
+    number = 3
     """
     (tmp_path / "rewards_of_a_test.py").write_text(textwrap.dedent(source))
-    records = [{"prompt": text, "letter": "a"} for text in ("Once upon", "The sea", "He was")]
+    records = [
+        {"prompt": text, "letter": "a", "completions": 3}
+        for text in ("Once upon", "The sea", "He was")
+    ]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -246,7 +252,9 @@ def test_rewards_rise_and_the_engine_drew_with_the_weights_that_are_trained(
     assert log[-1]["reward"] > log[0]["reward"] + 0.5 and log[-1]["kl"] > 0
     for overrides, match in (
         (["grpo.reward=rewards_of_a_test:none"], r"returned \[\]; it must be a list of 16 finite"),
+        (["grpo.reward=rewards_of_a_test:words"], r"returned \['1',.*; it must be a list of 16"),
         (["grpo.reward=rewards_of_a_test:no"], "must be module:function, of a module in "),
+        (["grpo.reward=rewards_of_a_test:number"], r"must be module:function.*\(that is 3\)"),
         (
             ["run.global_batch_size=12", "run.micro_batch_size=4"],
             "no multiple of grpo.group_size=8 times the 1 data-par",
