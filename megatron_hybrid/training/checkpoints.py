@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -253,41 +252,3 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def check_shared_folder(folder: Path) -> None:
-    """Make the folder of a run, and check that all ranks see it and can write to it; every rank
-    calls it.
-
-    Raises:
-        OSError: they do not; on all ranks.
-    """
-    made: list[Path | None] = [None]
-    with fail_together(OSError, whole_job=True):
-        if dist.get_rank() == 0:
-            made = [_new_file(folder)]
-    dist.broadcast_object_list(made, src=0)
-    try:
-        with fail_together(OSError, whole_job=True):
-            if not made[0].exists():
-                raise OSError(
-                    f"the folder {folder} of the run is another one than that of the first rank: "
-                    "all ranks write to it. Name one on a disk that all machines share."
-                )
-            if dist.get_rank():
-                _new_file(folder).unlink()
-    finally:
-        if dist.get_rank() == 0:
-            made[0].unlink()
-
-
-def _new_file(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix=".check.", dir=folder)
-    except OSError as error:
-        raise OSError(
-            f"the folder {folder} of the run cannot be written ({error}). Name another one."
-        ) from error
-    os.close(descriptor)
-    return folder / Path(name).name

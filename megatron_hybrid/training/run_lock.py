@@ -15,6 +15,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 LOCK = "run.lock"
+_CANNOT_BE_WRITTEN = "the folder {} of the run cannot be written{}. Name another one."
 _held: set[int] = set()
 
 
@@ -23,23 +24,29 @@ class RunLock:
     one folder each would remove the other's save under way.
 
     Args:
-        folder: of the run, which exists.
+        folder: of the run; made where there is none.
 
     Raises:
-        OSError: another run has it, perhaps of this process; or the file cannot be written.
+        OSError: another run has it, perhaps of this process; or it cannot be written.
     """
 
     def __init__(self, folder: Path):
         self.path = folder / LOCK
         self._descriptor, self._pid = self._acquire(), os.getpid()
         _held.add(self._descriptor)
-        text = json.dumps({"pid": self._pid, "host": socket.gethostname(), "began": time.time()})
+        holder = {"pid": self._pid, "host": socket.gethostname(), "began": time.time()}
+        self.text = json.dumps(holder)
+        """What is in the file."""
         os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, text.encode(), 0)
+        os.pwrite(self._descriptor, self.text.encode(), 0)
 
     def _acquire(self) -> int:
         while True:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            except OSError as error:
+                raise OSError(_CANNOT_BE_WRITTEN.format(self.path.parent, f" ({error})")) from error
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -67,6 +74,24 @@ class RunLock:
             _held.discard(self._descriptor)
             self.path.unlink(missing_ok=True)
             os.close(self._descriptor)
+
+
+def check_shared(folder: Path, text: str) -> None:
+    """Raise OSError unless this rank can write to the folder that another one has locked.
+
+    text: of that lock.
+    """
+    try:
+        is_same = (folder / LOCK).read_text() == text
+    except OSError:
+        is_same = False
+    if not is_same:
+        raise OSError(
+            f"the folder {folder} of the run is another one than that of the first rank: all ranks "
+            "write to it. Name one on a disk that all machines share."
+        )
+    if not os.access(folder, os.W_OK):
+        raise OSError(_CANNOT_BE_WRITTEN.format(folder, ""))
 
 
 def _describe(text: bytes) -> str:

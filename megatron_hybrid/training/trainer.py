@@ -39,7 +39,7 @@ from megatron_hybrid.models.sharding.parallel_setup import core_process_groups, 
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.text.tokenizer_files import find_tokenizer
 from megatron_hybrid.training import checkpoints
-from megatron_hybrid.training.checkpoints import Checkpoints, check_shared_folder
+from megatron_hybrid.training.checkpoints import Checkpoints
 from megatron_hybrid.training.core_cpu_patch import core_cpu_patch
 from megatron_hybrid.training.data.batches import Batch, batches, count_micro_batches
 from megatron_hybrid.training.data.datasets import build_datasets
@@ -61,7 +61,7 @@ from megatron_hybrid.training.recipe import Recipe
 from megatron_hybrid.training.reference_policy import ReferencePolicy
 from megatron_hybrid.training.reports import Reports
 from megatron_hybrid.training.rollouts import Prompts, Rollouts
-from megatron_hybrid.training.run_lock import RunLock
+from megatron_hybrid.training.run_lock import RunLock, check_shared
 from megatron_hybrid.training.stop_signals import stop_signals
 from megatron_hybrid.utils.child_lifetime import ends_with_launcher
 from megatron_hybrid.utils.files import digest_of_files, no_new_folders
@@ -161,14 +161,16 @@ class Trainer:
             config = _model_config(recipe, self.tokenizer)
             _check_loss(self.loss, recipe, config)
         with no_new_folders(self.folder):
-            check_shared_folder(self.folder)
             with fail_together(OSError, whole_job=True):
                 lock = RunLock(self.folder) if dist.get_rank() == 0 else None
-                globs = (".check.*", ".*.tmp") if lock else ()
-                for left in (path for each in globs for path in self.folder.glob(each)):
+                for left in self.folder.glob(".*.tmp") if lock else ():
                     left.unlink(missing_ok=True)  # of a run that was killed
             self._release = weakref.finalize(self, lock.release if lock else lambda: None)
             try:
+                text = [lock and lock.text]
+                dist.broadcast_object_list(text, src=0)
+                with fail_together(OSError, whole_job=True):
+                    check_shared(self.folder, text[0])
                 self._set_up(config)
             except BaseException:
                 self.close()

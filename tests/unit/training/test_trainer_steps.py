@@ -241,7 +241,7 @@ def test_an_evaluation_that_a_kill_interrupted_is_made_again(text, tmp_path, ste
     with pytest.raises(KeyboardInterrupt):
         train(chosen, tmp_path, Killed)
     assert Checkpoints(tmp_path).newest().name == f"iter_{step:07d}"
-    for name in (".log.jsonl.1.tmp", ".check.x"):
+    for name in (".log.jsonl.1.tmp", ".recipe.yaml.9.tmp"):
         (tmp_path / name).touch()
     assert train(chosen, tmp_path).progress == whole.progress
     train(chosen, tmp_path)  # nothing is left to do
