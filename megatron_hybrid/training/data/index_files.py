@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, get_bin_path, get_idx_path
+from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path, get_idx_path
 
 from megatron_hybrid.text.document_encoder import SPAN
 from megatron_hybrid.text.tokenizer import Tokenizer
@@ -18,7 +18,6 @@ from megatron_hybrid.utils.files import digest_of_files
 
 SPANS = ".spans"
 """Added to the prefix: for each conversation its answers, `SPAN`, as int32."""
-_MAGIC, _HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")
 _OPTIONS = {
     "pretraining": "without --chat and --preferences",
     "sft": "with --chat",
@@ -37,6 +36,9 @@ class Sequences(IndexedDataset):
     def initialize(self, path_prefix: str, *options, **more) -> None:
         super().initialize(path_prefix, *options, **more)
         self.bin_reader = self
+
+    def __del__(self) -> None:
+        pass  # core's fails where it could not read the index
 
     def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
         """Read a part of the .bin."""
@@ -148,20 +150,15 @@ def _check_index(prefix: str) -> np.ndarray:
                 f"{path} does not exist{lacking}. Run `megatron-hybrid preprocess ... --output "
                 f"{prefix.removesuffix(SPANS)}`, or correct the prefix."
             )
-    size = idx.stat().st_size
-    with idx.open("rb") as file:
-        header = file.read(_HEADER.size)
-        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-            raise ValueError(f"{idx} is not the index of a dataset ({size} bytes). {_AGAIN}")
-        _, _, code, sequences, documents = _HEADER.unpack(header)
-        expected = _HEADER.size + 12 * sequences + 8 * documents
-        if size < expected:
-            raise ValueError(f"{idx} has {size} bytes of {expected}: it is cut off. {_AGAIN}")
-        lengths = np.fromfile(file, np.int32, sequences)
+    try:
+        index = Sequences(prefix).index
+    except (AssertionError, ValueError, OverflowError, struct.error) as error:  # core's
+        raise ValueError(f"{idx} is not a whole index of a dataset: {error}. {_AGAIN}") from error
+    lengths = np.array(index.sequence_lengths)
     total = int(lengths.sum(dtype=np.int64))
     if not total:
         raise ValueError(f"{prefix} has no tokens: its input was empty.")
-    expected, size = total * DType.size(code), bin_.stat().st_size
+    expected, size = total * index.dtype_size, bin_.stat().st_size
     if size != expected:
         raise ValueError(
             f"{bin_} has {size} bytes, {expected} belong to the {total} tokens of {idx}. {_AGAIN}"
@@ -200,12 +197,9 @@ def _check_ends(prefix: str, tokenizer: Tokenizer, lengths: np.ndarray) -> None:
             "apart. Give it an eos_token in tokenizer_config.json, or set reset_at_documents to "
             "False."
         )
-    with open(get_idx_path(prefix), "rb") as file:
-        code = _HEADER.unpack(file.read(_HEADER.size))[2]
-    tokens = np.memmap(get_bin_path(prefix), DType.dtype_from_code(code), mode="r")
-    first = lengths[np.flatnonzero(lengths)[0]]
-    for what, last in (("first", tokens[first - 1]), ("last", tokens[-1])):
-        if last != tokenizer.eod:
+    filled, documents = np.flatnonzero(lengths), Sequences(prefix)
+    for what, index in (("first", filled[0]), ("last", filled[-1])):
+        if (last := documents[index][-1]) != tokenizer.eod:
             raise ValueError(
                 f"the {what} document of {prefix} ends with token {last}, not with the "
                 f"end-of-document token {tokenizer.eod}. {remedy}"
