@@ -117,13 +117,10 @@ def check_files(paths: Sequence[str | os.PathLike], with_stdin: bool = False) ->
     """
     found = []
     for path in map(Path, paths):
-        if path.is_dir():
-            found += _files_of_dataset(path)
-        elif path.is_file() or (with_stdin and path == STDIN):
-            found.append(path)
-        else:
-            raise ValueError(f"{path} is not a file; name files, as in data/*.jsonl")
+        found += _files_of_dataset(path) if path.is_dir() else [path]
     for path in found:
+        if not path.is_file() and not (with_stdin and path == STDIN):
+            raise ValueError(f"{path} is not a file; name files, as in data/*.jsonl")
         if _format(path) not in (*JSONL, *TEXT, *TABLES):
             raise ValueError(
                 f"{path} has none of the endings {', '.join((*JSONL, *TEXT))} (also with "

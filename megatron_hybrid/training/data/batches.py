@@ -52,12 +52,6 @@ class Batch:
         }
         return cls(tokens, labels, loss_mask, lengths, padding_mask, columns)
 
-    @property
-    def position_ids(self) -> Tensor:
-        """int64 [1, T]: positions from the start of each sequence."""
-        device = self.tokens.device
-        return torch.cat([torch.arange(length, device=device) for length in self.lengths])[None]
-
     def packed_seq_params(self, device: torch.device | str = "cpu") -> PackedSeqParams:
         """Boundaries of the sequences, for the model. It reads them in host memory: on another
         device it has to wait for it."""

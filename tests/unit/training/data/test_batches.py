@@ -103,8 +103,6 @@ def test_a_batch_is_one_row_of_sequences():
     params = batch.packed_seq_params()
     assert params.cu_seqlens_q.tolist() == [0, 3, 8, 15, 16, 19, 24] and params.max_seqlen_q == 7
     assert params.cu_seqlens_q.dtype == torch.int32 and params.qkv_format == "thd"
-    positions = [i for n in batch.lengths for i in range(n)]
-    assert batch.position_ids.tolist() == [positions]
 
 
 def test_sequences_are_cut_without_moving_a_token():
@@ -121,7 +119,6 @@ def test_a_model_takes_a_batch_as_sequences_that_are_alone(most):
     batch.labels = batch.tokens.roll(-1)
     loss = model(
         batch.tokens,
-        batch.position_ids,
         labels=batch.labels,
         packed_seq_params=batch.packed_seq_params(),
     )

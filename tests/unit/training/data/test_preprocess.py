@@ -275,6 +275,8 @@ def test_files_that_cannot_be_read_are_named(folder, tmp_path):
     refuse("e.jsonl.zst", r"e.jsonl.zst cannot be read: Truncated compressed stream")
     save_to_disk(tmp_path / "splits" / "train", [{"text": "one"}] * 9)
     refuse("splits", r"splits is not a file, .* a state.json: name one of its splits train")
+    (tmp_path / "splits/train/data-00001-of-00002.arrow").unlink()
+    refuse("splits/train", r"data-00001-of-00002.arrow is not a file; name files")
     assert not list(tmp_path.glob("data*"))
 
 
