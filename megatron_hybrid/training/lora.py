@@ -139,9 +139,10 @@ def merge_adapters(model: HybridModel) -> None:
     """
     with _agreeing(model, "merge_adapters()") as require_equal:
         require_unpacked(model, "adapters cannot be merged")
-        shapes = {n: whole_shape(p) for n, p in _parameters(adapters_of(model)).items()}
+        adapted = adapters_of(model)
+        shapes = {name: whole_shape(each.lora.a) for name, each in adapted.items()}
         require_equal({"the adapters' fields": _fields_of(model), **shapes})
-        for name, projection in adapters_of(model).items():
+        for name, projection in adapted.items():
             dtype = projection.weight.dtype
             if not bool(_merged(projection).to(dtype).isfinite().all()):
                 raise ValueError(
@@ -150,9 +151,11 @@ def merge_adapters(model: HybridModel) -> None:
                     "torch.float32, whose numbers are larger."
                 )
     with torch.no_grad():
-        for projection in adapters_of(model).values():
+        for projection in adapted.values():
             projection.weight.copy_(_merged(projection))
-    _remove_adapters(model)
+            projection.lora_hook.remove()
+            del projection.lora, projection.lora_hook
+    model.lora_fields = None
     model.num_weight_changes += 1
 
 
@@ -161,13 +164,6 @@ def _merged(projection: nn.Module) -> Tensor:
     """Return the weight with its adapter, fp32. It is made twice: all are checked before the first
     one is written."""
     return projection.weight.float() + projection.lora.product()
-
-
-def _remove_adapters(model: HybridModel) -> None:
-    for projection in adapters_of(model).values():
-        projection.lora_hook.remove()
-        del projection.lora, projection.lora_hook
-    model.lora_fields = None
 
 
 def save_adapters(model: HybridModel, folder: str | os.PathLike, base: str | None = None) -> None:
@@ -251,14 +247,6 @@ def _fields_of(model: HybridModel) -> str:
     """Describe the adapters that a model has; empty: it has none."""
     fields = getattr(model, "lora_fields", None)
     return "" if fields is None else repr(fields)
-
-
-def _parameters(adapted: dict[str, nn.Module]) -> dict[str, nn.Parameter]:
-    return {
-        f"{name}.lora.{which}": parameter
-        for name, projection in adapted.items()
-        for which, parameter in projection.lora.named_parameters()
-    }
 
 
 def _chosen_parts(
