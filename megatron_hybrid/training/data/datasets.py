@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -66,16 +66,11 @@ def _checked_blends(fields: DataFields, tokenizer: Tokenizer, num_samples: tuple
     """Core's fields for the blends, after checks of all that they name."""
     wanted = [name for name, size in zip(SPLITS, num_samples) if size != 0]
     if fields.blend:
-        parts = parse_split(fields.split)
-        ends = list(accumulate(parts))
-        for name, part in zip(SPLITS, parts):
-            if name in wanted and not part:
+        ends = [0.0, *accumulate(parse_split(fields.split))]
+        bounds = {name: own for name, own in zip(SPLITS, pairwise(ends)) if name in wanted}
+        for name, (start, end) in bounds.items():
+            if start == end:
                 raise ValueError(f"split is {fields.split!r}, which leaves nothing for {name}.")
-        bounds = {
-            name: (end - part, end)
-            for name, part, end in zip(SPLITS, parts, ends)
-            if name in wanted
-        }
         return {"blend": _checked(fields, tokenizer, "blend", bounds), "split": fields.split}
     per_split = [
         _checked(fields, tokenizer, name, {name: (0.0, 1.0)}) if name in wanted else None
