@@ -9,7 +9,7 @@ from os import PathLike, fspath
 from typing import Annotated, Any, Literal
 
 from megatron_hybrid.training.fields import Fields
-from megatron_hybrid.utils.validation import Range, check_field, is_int
+from megatron_hybrid.utils.validation import Range, check_field
 
 SPLITS = ("train", "valid", "test")
 
@@ -58,7 +58,7 @@ class DataFields(Fields):
     mask_end_of_document_loss: bool = True
     """No loss where an end-of-document token would predict the next document's first token."""
 
-    sequence_length_warmup: list = field(default_factory=list)
+    sequence_length_warmup: list[list[Annotated[int, Range(ge=1)]]] = field(default_factory=list)
     """Pairs [step, tokens] in ascending order: before this step, sequences of a row with more than
     this many tokens are cut (Li et al. 2022, arXiv:2108.06084). Rows keep their length."""
 
@@ -94,12 +94,9 @@ class DataFields(Fields):
 
     def _check_warmup(self) -> None:
         pairs = self.sequence_length_warmup
-        sound = isinstance(pairs, Sequence) and all(
-            isinstance(pair, Sequence) and len(pair) == 2 and all(map(is_int, pair))
-            for pair in pairs
-        )
+        sound = all(len(pair) == 2 for pair in pairs)
         for column in zip(*pairs) if sound else ():
-            sound = sound and list(column) == sorted(set(column)) and column[0] > 0
+            sound = sound and list(column) == sorted(set(column))
         if pairs and self.kind in ("preferences", "prompts"):
             raise ValueError(f"sequence_length_warmup would cut the answers to {self.kind}.")
         if not sound or any(tokens >= self.sequence_length for _, tokens in pairs):
