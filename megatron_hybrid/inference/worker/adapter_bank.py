@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron_hybrid.checkpoints.adapter_files import read_adapters
 from megatron_hybrid.checkpoints.model_tensors import of_all_stages
@@ -62,6 +63,7 @@ class AdapterBank:
         """The adapters by name, in the order that they came in."""
         self._context: DynamicInferenceContext | None = None
         self._slots: dict[str, _AdapterSlots] = {}
+        self._hooks: list[RemovableHandle] = []
         if not config.max_adapters:
             return
         if model.config.sequence_parallel:
@@ -73,30 +75,24 @@ class AdapterBank:
             if not is_of_prediction(name):
                 own = _AdapterSlots(projection, config.max_adapters, config.max_adapter_rank)
                 self._slots[name] = own
-                own.before = projection.__dict__.get("forward")
-                projection.forward = partial(self._forward, projection.forward, own)
+                hook = partial(self._add_to_output, own)
+                self._hooks.append(projection.register_forward_hook(hook))
 
     def close(self) -> None:
-        """Let the model compute as it did before. Where another engine has been put over this one,
-        what is left of it adds nothing."""
-        for own in self._slots.values():
-            forward = own.projection.__dict__.get("forward")
-            if isinstance(forward, partial) and own in forward.args:
-                del own.projection.forward
-                if own.before is not None:
-                    own.projection.forward = own.before
+        """Let the model compute as it did before."""
+        for hook in self._hooks:
+            hook.remove()
         self._slots, self.loaded = {}, {}
 
-    def _forward(
-        self, base: Callable[..., Any], own: _AdapterSlots, x: Tensor, *args: Any, **named: Any
+    def _add_to_output(
+        self, own: _AdapterSlots, projection: nn.Module, inputs: tuple, output: Any
     ) -> Any:
-        output = base(x, *args, **named)
         slots = None if self._context is None else self._context.adapter_slots
         if slots is None:
             return output
         if isinstance(output, tuple):
-            return own.add(x, output[0], slots), *output[1:]
-        return own.add(x, output, slots)
+            return own.add(inputs[0], output[0], slots), *output[1:]
+        return own.add(inputs[0], output, slots)
 
     @contextmanager
     def of_rows(self, context: DynamicInferenceContext) -> Iterator[None]:
@@ -199,7 +195,6 @@ class _AdapterSlots:
 
     def __init__(self, projection: nn.Module, num_slots: int, rank: int):
         self.projection = projection
-        self.before: Callable[..., Any] | None = None  # its own `forward`, if it had one
         out, width = projection.weight.shape
         like = {"dtype": projection.weight.dtype, "device": projection.weight.device}
         self._a = torch.zeros(num_slots, rank, width, **like)
