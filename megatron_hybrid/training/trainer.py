@@ -449,6 +449,11 @@ class Trainer:
         if non_loss_data:
             return -losses
         found = self.loss(-losses, batch)
+        if torch.is_grad_enabled() and not found.total.requires_grad:
+            raise TrainingError(
+                f"the loss {type(self.loss).__name__} has a total without a gradient, by which "
+                "nothing is trained: compute it from log_probs, without detach()."
+            )
         metrics = [value for name in self.loss.metrics for value in found.metrics[name]]
         num_labels = batch.loss_mask.count_nonzero()
         sums = [found.total.detach(), found.count, *metrics, num_labels]

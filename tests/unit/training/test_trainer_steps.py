@@ -2,6 +2,7 @@
 
 import math
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from megatron_hybrid.training.checkpoints import Checkpoints
 from megatron_hybrid.training.data.batches import Batch
 from megatron_hybrid.training.data.datasets import build_datasets
 from megatron_hybrid.training.lora import load_adapters
+from megatron_hybrid.training.losses import CrossEntropy
 from megatron_hybrid.training.reports import LOG, read_log
 from megatron_hybrid.training.trainer import Trainer, TrainingError, training_device
 
@@ -186,6 +188,15 @@ def test_a_step_without_a_label_changes_nothing_and_a_run_of_them_is_an_error(te
     assert {one["loss"] for one in read_log(tmp_path / "a" / LOG)} == {None}
     with pytest.raises(TrainingError, match=r"2 steps in a row, .*, or no label"):
         train(recipe_of(text, run={"max_skipped_steps": 1}), tmp_path / "b", Unlabelled)
+
+
+def test_a_loss_without_a_gradient_is_an_error(text, tmp_path):
+    class Detached(CrossEntropy):
+        def __call__(self, log_probs, batch):
+            return super().__call__(log_probs.detach(), batch)
+
+    with pytest.raises(TrainingError, match="Detached has a total without a gradient"):
+        train(recipe_of(text), tmp_path, partial(Trainer, loss=Detached()))
 
 
 def test_a_folder_has_one_run_at_a_time(text, tmp_path):
