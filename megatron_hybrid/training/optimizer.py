@@ -341,12 +341,8 @@ def _muon(
 def build_schedule(
     optimizer: MegatronOptimizer, fields: OptimizerFields, steps: int
 ) -> OptimizerParamScheduler:
-    """The learning rate and weight decay of each of `steps` steps; call its `step(1)` before each.
-
-    Raises:
-        ValueError: warm-up and decay do not fit the steps.
-    """
-    fields.check_steps(steps)
+    """The learning rate and weight decay of each of `steps` steps, into which warm-up and decay
+    fit (`check_steps`); call its `step(1)` before each."""
     final = fields.end_weight_decay
     return OptimizerParamScheduler(
         optimizer,

@@ -193,12 +193,6 @@ def test_a_field_without_a_legal_value_is_refused(values, message):
     assert message in str(error.value)
 
 
-def test_a_warm_up_longer_than_the_run_is_refused():
-    optimizer = build_optimizer([wrapped()], fields())
-    with pytest.raises(ValueError, match=r"run.steps=5 is too few for .*warmup_steps=6"):
-        build_schedule(optimizer, fields(warmup_steps=6), 5)
-
-
 def test_fp16_is_refused():
     with pytest.raises(ValueError, match=r"params_dtype is float16.*Use bfloat16"):
         build_optimizer([wrapped(torch.float16)], fields())
