@@ -140,16 +140,20 @@ class PackedWeight(nn.Module):
         found.data.copy_(self.unpacked())
         return found
 
+    @property
+    def parts(self) -> tuple[Tensor | None, ...]:
+        """What `ops.unpack` takes before the dtype."""
+        return self.codes, self.scale, self.outer, self.zero, self.rest
+
     def unpacked(self) -> Tensor:
         """The weight, in the dtype that it was built in."""
-        return unpack(self.codes, self.scale, self.outer, self.zero, self.rest, self.dtype)
+        return unpack(*self.parts, self.dtype)
 
     def __len__(self) -> int:
         return len(self.codes)
 
     def __getitem__(self, expert: int) -> Tensor:
-        parts = (self.codes, self.scale, self.outer, self.zero, self.rest)
-        return unpack(*(None if p is None else p[expert] for p in parts), self.dtype)
+        return unpack(*(None if p is None else p[expert] for p in self.parts), self.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedWeight:
         """See torch. Parts move between devices, and are converted to no dtype."""
@@ -180,7 +184,7 @@ def require_unpacked(model: nn.Module, task: str) -> None:
 def linear(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:
     """x W^T, `[..., in] -> [..., out]`."""
     if isinstance(weight, PackedWeight):
-        return packed_linear(x, weight.codes, weight.scale, weight.outer, weight.zero, weight.rest)
+        return packed_linear(x.reshape(-1, x.shape[-1]), *weight.parts).view(*x.shape[:-1], -1)
     return F.linear(x, weight)
 
 

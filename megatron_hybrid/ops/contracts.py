@@ -31,6 +31,9 @@ FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 INTEGERS = frozenset((torch.int32, torch.int64))
 """Numbers of rows, pages and slots."""
 
+BYTES = frozenset((torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu))
+"""Numbers of 8 bits, and codes."""
+
 _KINDS = {
     "float": FLOATS | {torch.float64},
     "state": frozenset((torch.float32, torch.bfloat16, torch.float64)),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.ops.checks import has_tangent
-from megatron_hybrid.ops.contracts import FLOATS, INTEGERS
+from megatron_hybrid.ops.contracts import BYTES, FLOATS, INTEGERS
 from megatron_hybrid.ops.dispatch import Backend
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates
@@ -144,7 +144,7 @@ def _refusal(inputs: tuple) -> str | None:
         if tensor is not None and tensor.is_floating_point() and tensor.dtype not in FLOATS:
             return f"it takes no states of {tensor.dtype}"
     tensors = [each for each in inputs if isinstance(each, Tensor)]
-    tensors = [each for each in tensors if each.dtype not in INTEGERS]
+    tensors = [each for each in tensors if each.dtype not in INTEGERS | BYTES]
     return input_refusal(*tensors) or _gradient_refusal(tensors)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_hybrid.ops.contracts import FLOATS, INTEGERS
+from megatron_hybrid.ops.contracts import BYTES, FLOATS, INTEGERS
 
-_DTYPES = FLOATS | INTEGERS
+_DTYPES = FLOATS | INTEGERS | BYTES
 
 
 class Kernel:
@@ -100,7 +100,7 @@ def _strides(
             negated = ", negated when it is read" if x.is_neg() else ""
             raise ValueError(
                 f"{name} of {function.__name__} is {x.dtype} {list(x.shape)}, strides {x.stride()} "
-                f"on {x.device}{negated}; it takes numbers of 16 or 32 bits, or int64, on the "
+                f"on {x.device}{negated}; it takes numbers of 8 to 32 bits, or int64, on the "
                 f"device of the other tensors, neighbours but in the first {count} dimensions, in "
                 "less than 2^31 numbers beyond the first one: give that, by contiguous() where "
                 "numbers are no neighbours"

@@ -411,7 +411,10 @@ class _Writer:
     def _counted(self, weight: Tensor, stored: StoredWeight, kind: Kind) -> dict[str, Tensor]:
         weight = weight.float()
         parts = quantized(weight, stored)
-        difference = unpack(*(parts.get(part) for part in PARTS), dtype=torch.float32).sub_(weight)
+        by_row = dict(parts)
+        if "outer" in parts:
+            by_row["outer"] = parts["outer"].expand(len(weight), 1)
+        difference = unpack(**by_row, dtype=torch.float32).sub_(weight)
         kind.numbers += weight.numel()
         kind.squares += weight.norm().item() ** 2
         kind.errors += difference.norm().item() ** 2

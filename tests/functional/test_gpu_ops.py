@@ -26,6 +26,14 @@ DEVICE = "cuda"
 SMALL = {
     "rms_norm": lambda draw: (draw(9, 4096), draw(4096).float(), 1e-5, draw(9, 4096)),
     "activate": lambda draw: (draw(9, 9216), F.silu, draw(9, 9216), False),
+    "packed_linear": lambda draw: (
+        *(draw(9, 512), draw(70, 512).to(torch.float8_e4m3fn), draw(70, 4).float().abs()),
+        *(None, None, draw(2, 512), None),
+    ),
+    "unpack": lambda draw: (
+        *(draw(2, 70, 256).char().byte(), draw(2, 70, 32).abs().to(torch.float8_e4m3fn)),
+        *(draw(2, 70, 1).float(), None, None, torch.bfloat16),
+    ),
     "time_steps": lambda draw: (
         draw(9, 32),
         draw(32),

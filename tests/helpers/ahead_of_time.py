@@ -208,6 +208,7 @@ def compile_all(record: gpu_stub.Record, models: Iterable[str]) -> Iterator[Comp
                 _answer(config)
                 _norm_rows(config)
                 _adapter_rows(config)
+                _packed_rows(config)
             for kernel in list(record.kernels.values())[known:]:
                 yield Compiled(
                     model,
@@ -310,6 +311,31 @@ def _adapter_rows(config: HybridConfig) -> None:
     for out, width in ((16, 4096), (4096, 16)):
         x_TC = torch.zeros(2, width, dtype=config.params_dtype)
         slot_linear(x_TC, x_TC.new_zeros(2, out, width), slots)
+
+
+def _packed_rows(config: HybridConfig) -> None:
+    """Products with packed weights of each format, of one layer and of experts."""
+    import torch
+
+    from megatron_hybrid.ops import packed_linear
+
+    e4m3, ends = torch.float8_e4m3fn, torch.tensor([1, 2], dtype=torch.int32)
+    x_TC = torch.zeros(129, 4096, dtype=config.params_dtype)
+    for codes, scale, group in (
+        *((e4m3, torch.float32, 128), (torch.int8, torch.bfloat16, 4096)),
+        *((torch.uint8, torch.bfloat16, 128), (torch.uint8, e4m3, 16)),
+        (torch.uint8, torch.float8_e8m0fnu, 32),
+    ):
+        columns = 4096 if codes != torch.uint8 else 2048
+        parts = [torch.zeros(2, 64, columns, dtype=torch.uint8).view(codes)]
+        parts.append(torch.ones(2, 64, 4096 // group).to(scale))
+        parts.append(torch.ones(2, 64, 1) if group == 16 else None)
+        parts.append(parts[0][..., : 4096 // group].clone() if group == 128 else None)
+        if codes == e4m3:
+            parts.pop()
+        packed_linear(x_TC, *parts, ends_E=ends)
+        for rows in (x_TC, x_TC[:2]):
+            packed_linear(rows, *(None if part is None else part[0] for part in parts))
 
 
 def _prefill(block_size: int, form: dict[str, float], D: int, P: int, dtype: str) -> None:

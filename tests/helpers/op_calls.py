@@ -30,6 +30,12 @@ def randn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+def packed(*lead: int) -> tuple:
+    """Codes, scales, outer scales and zeros of 5 rows of 32 columns."""
+    codes = torch.ones(*lead, 5, 32, dtype=torch.int8)
+    return codes, randn(*lead, 5, 2).abs(), randn(*lead, 5, 1), codes[..., :2].clone()
+
+
 def states(layout: RaggedLayout, *shape: int) -> SlotStates:
     captured = torch.zeros(len(layout.captures), *shape)
     slots = torch.arange(SLOTS)[: layout.num_sequences]
@@ -74,9 +80,10 @@ FLAT: dict[str, Callable[[], tuple]] = {
     ),
     "gated_rms_norm": lambda: (randn(3, G, C), randn(3, G, C), randn(G, C), 1e-5),
     "packed_linear": lambda: (
-        *(randn(3, 8), torch.ones(5, 8, dtype=torch.int8), randn(5, 4).abs(), randn(5, 1)),
-        *(torch.ones(5, 4, dtype=torch.int8), randn(2, 8)),
+        *(randn(ROWS, 32), *packed(EXPERTS), randn(EXPERTS, 2, 32)),
+        torch.tensor([1, ROWS], dtype=torch.int32),
     ),
+    "packed_linear one": lambda: (randn(3, 32), *packed(), randn(2, 32)),
     "rms_norm": lambda: (randn(3, C), randn(C), 1e-5, randn(3, C)),
     "rotate_heads": lambda: (
         *(randn(3, G, 2, C), randn(3, G, C), randn(3, 1, C // 2), randn(3, 1, C // 2), False),
@@ -84,6 +91,7 @@ FLAT: dict[str, Callable[[], tuple]] = {
     ),
     "slot_linear": lambda: (randn(3, C), randn(2, 5, C), torch.tensor([1, -1, 0])),
     "time_steps": lambda: (randn(3, C), randn(C), randn(4), (0.0, None), randn(3, 4), 1.0, None),
+    "unpack": lambda: (*packed(EXPERTS), randn(EXPERTS, 2, 32), torch.float32),
 }
 
 
@@ -127,9 +135,8 @@ def wrong_calls(name: str, make: Callable[[], tuple]) -> Iterator[tuple[str, tup
             (form, *others) = op.contracts[variable].forms
             form = next(f for f in (form, *others) if len(f) == own.dim() or "..." in f)
             for dim in range(own.dim()):
-                word = form[dim] if "..." not in form else "tied"
-                if name == "packed_linear" and word == "tied" and dim < own.dim() - 1:
-                    continue  # x alone has these
+                at_end = "..." in form and dim - own.dim() > -len(form)
+                word = form[dim - own.dim()] if at_end else "tied" if "..." in form else form[dim]
                 for by in (-1, 1):
                     at = (name, variable, dim, by)
                     if own.shape[dim] + by < 0 or at in MAY_DIFFER | OF_VALUES:

@@ -1,4 +1,4 @@
-"""MLPs of experts by torch's grouped matrix products.
+"""MLPs of experts by torch's grouped matrix products, or by those that unpack weights inside.
 
 On GPUs of compute capability 9 and 10 these are one kernel in bf16. Elsewhere torch reads the ends
 back, and takes one product after the other.
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from megatron_hybrid.ops.experts.reference import PerExpert, activated
 from megatron_hybrid.ops.kernels import input_refusal
+from megatron_hybrid.ops.packed import packed_linear, unpack
+from megatron_hybrid.ops.packed.reference import FEW_ROWS
 
 ROW_BYTES = 16
 """The rows of all matrices are multiples of this."""
@@ -35,6 +37,7 @@ def verify(
     activate: Callable[[Tensor], Tensor],
 ) -> str | None:
     layers = [one for one in (fc1_Egh, fc1_bias_Eg, fc2_Ehf, fc2_bias_Eh) if one is not None]
+    layers = [one for one in layers if not hasattr(one, "parts")]  # which packed ones have
     if not all(isinstance(layer, Tensor) for layer in layers):
         return "the experts' parameters are not stacked"
     if (reason := input_refusal(x_mh, *layers)) is not None:
@@ -44,7 +47,7 @@ def verify(
     if torch.is_autocast_enabled(x_mh.device.type):
         return "autocast does not know it"
     for layer in (fc1_Egh, fc2_Ehf):
-        if num_bytes := layer.shape[2] * layer.element_size() % ROW_BYTES:
+        if num_bytes := layer.shape[2] * x_mh.element_size() % ROW_BYTES:
             return (
                 f"matrices have rows of {layer.shape[2]} numbers, which end {num_bytes} bytes "
                 f"after a multiple of {ROW_BYTES}"
@@ -61,14 +64,22 @@ def run(
     fc2_bias_Eh: Tensor | None,
     activate: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    x_mg = F.grouped_mm(x_mh, fc1_Egh.mT, offs=ends_E)
+    x_mg = _product(x_mh, fc1_Egh, ends_E)
     expert_m = None
     if fc1_bias_Eg is not None or fc2_bias_Eh is not None:
         rows_m = torch.arange(len(x_mh), dtype=torch.int32, device=x_mh.device)
         expert_m = torch.searchsorted(ends_E, rows_m, right=True)
     x_mf = activated(activate, _biased(x_mg, fc1_bias_Eg, expert_m), fc2_Ehf)
-    y_mh = F.grouped_mm(x_mf, fc2_Ehf.mT, offs=ends_E)
+    y_mh = _product(x_mf, fc2_Ehf, ends_E)
     return _biased(y_mh, fc2_bias_Eh, expert_m)
+
+
+def _product(x_mi: Tensor, weight_Eoi: PerExpert, ends_E: Tensor) -> Tensor:
+    if not isinstance(weight_Eoi, Tensor):
+        if len(x_mi) <= FEW_ROWS * len(weight_Eoi):
+            return packed_linear(x_mi, *weight_Eoi.parts, ends_E)
+        weight_Eoi = unpack(*weight_Eoi.parts, x_mi.dtype)
+    return F.grouped_mm(x_mi, weight_Eoi.mT, offs=ends_E)
 
 
 def _biased(x_mg: Tensor, bias_Eg: Tensor | None, expert_m: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 PerExpert = torch.Tensor | Sequence[torch.Tensor]
 """A tensor with a leading dimension of experts, or one tensor an expert, which may be made when it
-is taken."""
+is taken: of packed weights, with `parts` as `ops.packed_linear` takes them."""
 
 
 def expert_mlps(

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.ops.packed.formats import format_of
+
+FEW_ROWS = 128
+"""Rows up to which a kernel unpacks a weight inside of a product: with more it would do so so often
+that one unpacked before is faster. Of experts, so many for each."""
 
 
 def unpack(
@@ -36,18 +42,29 @@ def packed_linear(
     outer: Tensor | None = None,
     zero: Tensor | None = None,
     rest: Tensor | None = None,
+    ends_E: Tensor | None = None,
 ) -> Tensor:
-    """x W^T of a packed weight W, which is rounded to the dtype of x.
+    """x W^T of a packed weight W, which is rounded to the dtype of x; or of each row's expert.
 
     Args:
-        x: `[..., in]`. It alone gets a gradient.
-        codes: `[packed, in]`, or `[packed, in / 2]` of codes of 4 bits.
+        x: `[T, in]`. It alone gets a gradient.
+        codes: `[packed, in]`, or `[packed, in / 2]` of codes of 4 bits; of experts, all parts have
+            E in front.
         scale: `[packed, groups]`; its dtype and that of the codes tell the format (`format_of`).
         outer: `[packed, 1]`, fp32, a second factor of each scale; None: 1.
         zero: `[packed, groups]`, the code's value that stands for 0; None: 0.
         rest: `[rows that are not packed, in]` in the dtype of x; None: there are none.
+        ends_E: as in `expert_mlps`; None: there is one weight.
 
     Returns:
-        `[..., out]`, first the packed rows.
+        `[T, out]`, first the packed rows. Rows of no expert may hold anything.
     """
-    return F.linear(x, unpack(codes, scale, outer, zero, rest, x.dtype))
+    parts = codes, scale, outer, zero, rest
+    if ends_E is None:
+        return F.linear(x, unpack(*parts, x.dtype))
+    ends = [0, *ends_E.tolist()]
+    products = [
+        F.linear(x[first:end], unpack(*(None if p is None else p[e] for p in parts), x.dtype))
+        for e, (first, end) in enumerate(pairwise(ends))
+    ]
+    return F.pad(torch.cat(products), (0, 0, 0, len(x) - ends[-1]))

@@ -176,10 +176,16 @@ def steps_of_time(g, dtype):
 
 
 def packed(g, dtype):
+    """Both ops of `ops/packed`."""
     codes = torch.randint(-127, 128, (48, 64), dtype=torch.int8, generator=g)
     scale = randn(g, 48, 2).abs() / 64
-    x = randn(g, ROWS, 64, dtype=dtype)
-    return [Case((x,), lambda x: ops.packed_linear(x, codes, scale), ROW_ALIGNMENT)]
+
+    def call(x):
+        weight, ends = ops.unpack(codes, scale, dtype=dtype), torch.tensor([len(x)])
+        grouped = ops.packed_linear(x, codes[None], scale[None], ends_E=ends)
+        return ops.packed_linear(x, codes, scale), F.linear(x, weight), grouped
+
+    return [Case((randn(g, ROWS, 64, dtype=dtype),), call, ROW_ALIGNMENT)]
 
 
 def slot_linear(g, dtype):
@@ -268,6 +274,7 @@ CASES = {
     "rotate_heads": rotary,
     "time_steps": steps_of_time,
     "packed_linear": packed,
+    "unpack": packed,
     "expert_mlps": experts,
     "slot_linear": slot_linear,
     "causal_conv1d": decodes(

@@ -13,10 +13,13 @@ from host_syncs import HostSyncError, no_host_syncs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import small_model
+from torch import nn
 
 from megatron_hybrid.models.mixers.mixer_context import UncachedContext
 from megatron_hybrid.models.mixers.mlp import activated
+from megatron_hybrid.models.packed_weight import PackedWeight, Packing
 from megatron_hybrid.ops import ExpertPairs, RaggedLayout, expert_mlps
+from megatron_hybrid.ops.packed.reference import FEW_ROWS
 from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
 
 TOKENS, EXPERTS, CHOSEN, HIDDEN, WIDTH = 13, 6, 3, 16, 24
@@ -207,6 +210,23 @@ def test_a_part_of_the_experts_does_not_wait_either():
     with grouped_experts(), no_host_syncs():
         found = mixed(*given, range(2, 5))
     torch.testing.assert_close(found, dense(*given, range(2, 5)))
+
+
+@pytest.mark.parametrize("rows", [32, 2 * FEW_ROWS + 8])
+def test_packed_experts_are_multiplied_without_waiting(rows):
+    """Of few rows by the op that unpacks them inside; here by its reference, which waits."""
+    packing = Packing(torch.int8, torch.float32, 16)
+    stack = PackedWeight(nn.Parameter(torch.empty(2, 16, 32)), packing)
+    back = PackedWeight(nn.Parameter(torch.empty(2, 32, 16)), packing)
+    for own in (stack, back):
+        own.codes.copy_(torch.randint(-9, 9, own.shape))
+        own.scale.fill_(0.1)
+    ends = torch.tensor([8, rows], dtype=torch.int32)
+    given = torch.randn(rows, 32), ends, stack, None, back, None, torch.relu
+    expected = expert_mlps(*given)
+    with grouped_experts(), contextlib.nullcontext() if rows == 32 else no_host_syncs():
+        found = expert_mlps(*given)
+    torch.testing.assert_close(found, expected)
 
 
 def inputs_of(**changes):
