@@ -254,6 +254,12 @@ class Bench:
             return True
         return False
 
+    def used_bytes(self) -> tuple[int, int]:
+        """Device memory of this process's tensors, and of all processes."""
+        self.free()
+        free, total = torch.cuda.mem_get_info(self.device) if self.is_cuda else (0, 0)
+        return torch.cuda.memory_allocated(self.device) if self.is_cuda else 0, total - free
+
     def free(self) -> None:
         """Give back the device memory that nobody uses any more."""
         if self.is_cuda:

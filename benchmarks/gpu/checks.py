@@ -19,6 +19,7 @@ from benchmarks.gpu.autotuned import NoFit, chosen, described, left_out
 from benchmarks.gpu.bench import Bench, Row, first_line
 from benchmarks.gpu.ops import FAMILIES, Family, Sizes
 from megatron_hybrid.ops import RaggedLayout, SlotStates, dispatch
+from megatron_hybrid.ops.contracts import FLOATS
 
 BOUNDS = {"bf16": 3e-2, "fp32": 1e-4, "tf32": 1e-2}
 """Largest error, in units of the largest value: bf16 rounds by 2^-9, TF32 by 2^-11, and some sums
@@ -194,7 +195,7 @@ def copied(inputs: tuple, dtype: torch.dtype | None = None) -> tuple:
         if isinstance(value, SlotStates):
             captured = None if value.captured_n is None else own(value.captured_n)
             return SlotStates(own(value.pool_S), value.slot_ids_R, captured)
-        is_float = isinstance(value, Tensor) and value.is_floating_point()
+        is_float = isinstance(value, Tensor) and value.dtype in FLOATS
         return value.to(dtype or value.dtype) if is_float else value
 
     def own(tensor: Tensor) -> Tensor:

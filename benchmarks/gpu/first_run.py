@@ -1,8 +1,8 @@
-"""The first minutes on a GPU: `python -m benchmarks.gpu.first_run quick`, then `... rest`.
+"""The first minutes on a GPU: `python -m benchmarks.gpu.first_run all`, or `quick`, then `rest`.
 
-*quick* checks the environment, every op and backend against its reference, each config of autotuned
-kernels, and memory accesses. *rest* measures ops, and whole models in the engine, against their
-rooflines. Neither needs a network. The tests that need a GPU are `pytest -m gpu`.
+*all* has what is worth most first: graphs, tests that need a GPU, whole models, checks. *quick*
+checks the environment, each backend of each op, each config of autotuned kernels, and memory
+accesses. *rest* measures ops, and whole models in the engine. None needs a network.
 
 Each part is a process of its own with a time limit. Rows are printed as they are known, and a table
 of all rows is written again and again, so that the end of the time loses nothing. This file imports
@@ -40,7 +40,7 @@ POISONED = 75
 """A part's exit code where the device does nothing any more for its process."""
 COMMAND = (sys.executable, "-m", "benchmarks.gpu.parts")
 """Runs a part: its name and arguments follow."""
-BUDGETS = {"quick": 240, "rest": 300}
+BUDGETS = {"all": 840, "quick": 240, "rest": 300}
 """Seconds of a whole call."""
 RESERVE = 6
 """Seconds of it to end processes, write the table and pack the logs."""
@@ -58,9 +58,12 @@ OPS = (
     "causal_conv1d",
     "gated_rms_norm",
     "expert_mlps",
+    "packed_linear",
 )
 AUTOTUNED = ("ssd_scan", "gated_delta_rule", "kimi_delta_attention")
 """Those of them that run kernels of libraries, which are tuned."""
+TESTS = ("test_gpu", "test_adapters_on_gpu", "test_gpu_ops")
+"""Files of tests that need a GPU."""
 MODELS = ("nemotron_h_8b", "qwen3_5_4b")
 """Measured unless others are named."""
 OTHER_MODELS = ("qwen3_next_80b_a3b", "jamba_1_5_mini", "gemma_3_4b")
@@ -89,16 +92,22 @@ class Part:
 def phases(call: str, models: Sequence[str] = MODELS) -> list[list[Part]]:
     """List what a call may run: phases one after the other, the parts of each side by side. What is
     timed has a phase of its own; the most telling parts come first."""
-    if call == "quick":
-        checks = [Part("configs", ("configs", op), 125) for op in AUTOTUNED]
-        for op in OPS:
-            checks += [Part("check", ("check", op, dtype), 110) for dtype in ("bf16", "fp32")]
-        return [
-            [Part("environment", ("environment",), 45)],
-            checks,
-            [Part("sanitizer", ("sanitizer",), 90)],
-        ]
+    environment = [Part("environment", ("environment",), 45)]
+    checks = [Part("configs", ("configs", op), 125) for op in AUTOTUNED]
+    for op in OPS:
+        checks += [Part("check", ("check", op, dtype), 110) for dtype in ("bf16", "fp32")]
     serving = [("serving", model) for model in models]
+    if call == "all":
+        return [
+            environment,
+            *([Part("graphs", ("graphs", model), 120)] for model in models[:1]),
+            [Part("tests", ("tests", file), 150) for file in TESTS],
+            *([Part("serving", arguments, 135)] for arguments in serving),
+            [Part("ops", ("ops", "packed_linear"), 45)],
+            checks,
+        ]
+    if call == "quick":
+        return [environment, checks, [Part("sanitizer", ("sanitizer",), 90)]]
     compiled = [*serving, *(("ops", op) for op in OPS)]
     return [
         [Part("compile", (*arguments, "--once"), 75) for arguments in compiled],

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.bench import Bench, Row
-from megatron_hybrid.ops import AttentionPattern, RaggedLayout, SlotStates, dispatch
+from megatron_hybrid.ops import AttentionPattern, RaggedLayout, SlotStates, dispatch, unpack
 from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
+from megatron_hybrid.ops.slot_states import SlotOp
 from megatron_hybrid.tools.roofline import Attention, Work
 
 BLOCK = 16
@@ -41,7 +42,7 @@ class Family:
 
     @property
     def is_recurrent(self) -> bool:
-        return self.op not in ("paged_attention", "gated_rms_norm", "expert_mlps")
+        return isinstance(dispatch.OPS[self.op], SlotOp)
 
     @property
     def name(self) -> str:
@@ -224,6 +225,15 @@ def expert_inputs(sizes: Sizes, layout: RaggedLayout, device, dtype) -> tuple:
     )
 
 
+def packed_inputs(sizes: Sizes, layout: RaggedLayout, device, dtype) -> tuple:
+    """Codes of 8 bits are e4m3; those of 4 bits integers."""
+    O, I, bits, group = (sizes[name] for name in ("O", "I", "bits", "group"))
+    codes = torch.randint(0, 120, (O, I * bits // 8), dtype=torch.uint8, device=device)
+    scale = torch.rand(O, I // group, device=device) * I**-0.5
+    x = _randn(device, dtype, layout.num_rows, I)
+    return x, codes.view(torch.float8_e4m3fn) if bits == 8 else codes, scale
+
+
 def _gated_silu(x: Tensor) -> Tensor:
     gate, value = x.chunk(2, dim=-1)
     return F.silu(gate) * value
@@ -283,6 +293,11 @@ def expert_work(sizes: Sizes, layout: RaggedLayout) -> Work:
     return Work(2 * (matrices + 2 * sum(rows) * h), 6 * sum(rows) * f * h)
 
 
+def packed_work(sizes: Sizes, layout: RaggedLayout) -> Work:
+    T, O, I = layout.num_rows, sizes["O"], sizes["I"]
+    return Work(2 * T * (O + I) + O * I * (sizes["bits"] / 8 + 4 / sizes["group"]), 2 * T * O * I)
+
+
 # Other ways: each call returns the outputs in our op's shape -----------------------------------
 
 
@@ -326,6 +341,11 @@ def attention_others(sizes: Sizes, layout: RaggedLayout, inputs: tuple) -> Maker
         return lambda: attend()[:, :, 0] if is_decode else attend()[0].transpose(0, 1)
 
     return {} if "window" in sizes else {"torch SDPA": torch_sdpa}
+
+
+def packed_others(sizes: Sizes, layout: RaggedLayout, inputs: tuple) -> Makers:
+    """The product with the weight in bf16."""
+    return {"bf16": lambda: partial(F.linear, inputs[0], unpack(*inputs[1:], dtype=torch.bfloat16))}
 
 
 _TOY_ATTENTION = {"H": 4, "K": 2, "D": 16}
@@ -405,6 +425,18 @@ FAMILIES = [
         {"E": 8, "k": 2, "h": 64, "f": 32},
         expert_inputs,
         expert_work,
+    ),
+    *(
+        Family(
+            "packed_linear",
+            f"Nemotron-H-8B, {name}",
+            {"O": 21504, "I": 4096, "bits": bits, "group": 128},
+            {"O": 56, "I": 64, "bits": bits, "group": 32},
+            packed_inputs,
+            packed_work,
+            packed_others,
+        )
+        for name, bits in (("FP8", 8), ("INT4", 4))
     ),
     Family(
         "causal_conv1d",

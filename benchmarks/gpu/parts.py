@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from benchmarks.gpu import checks, ops, serving
 from benchmarks.gpu.autotuned import chosen
 from benchmarks.gpu.bench import Bench, Row, first_line
-from benchmarks.gpu.first_run import MARK, POISONED, versions
+from benchmarks.gpu.first_run import MARK, POISONED, ROOT, versions
 from megatron_hybrid.ops import dispatch
 
 
@@ -52,6 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
         is_check = options.name in CHECKS
         bench = Bench.start(options.toy, options.once or is_check)
         with chosen(compiles_all=True) if options.once else nullcontext():
+            if options.name == "tests":
+                return tests(bench, *options.arguments, options.skip, tell)
             if is_check:
                 found = CHECKS[options.name](bench, *options.arguments)
                 return _made(bench, itertools.islice(found, options.skip, None), tell)
@@ -103,6 +105,35 @@ def environment(bench: Bench) -> Iterator[Row]:
         yield Row(f"backends of {name}", numbers=reasons, fault=fault)
 
 
+def tests(bench: Bench, name: str, skip: int, tell: Callable[[Row], None]) -> int:
+    """Run the tests of a file that need a GPU, a row each, as far as the device survives them. At
+    toy size they are counted. Returns the exit code."""
+    import pytest
+
+    class Told:
+        fault = ""
+
+        def pytest_collection_finish(self, session: pytest.Session) -> None:
+            del session.items[:skip]
+            if bench.toy:
+                tell(Row(name, note=f"{len(session.items)} tests"))
+
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            if report.failed:
+                self.fault = str(report.longrepr).strip().splitlines()[-1][-100:]
+            if report.when == "teardown":
+                print()  # behind a dot of pytest
+                tell(Row(report.nodeid.rpartition("/")[2], fault=self.fault))
+                if self.fault and bench.is_poisoned():
+                    pytest.exit("the device does nothing any more", POISONED)
+                self.fault = ""
+
+    (path,) = (ROOT / "tests").rglob(f"{name}.py")
+    options = ["-m", "gpu", "-q", "-s", "-p", "no:cacheprovider", str(path)]
+    code = pytest.main([*options, *["--collect-only"] * bench.toy], [Told()])
+    return 0 if code == pytest.ExitCode.TESTS_FAILED else int(code)  # its rows say so
+
+
 def sanitizer(bench: Bench) -> Iterator[Row]:
     """Each backend once under compute-sanitizer's memory check."""
     tool = shutil.which("compute-sanitizer")
@@ -145,6 +176,8 @@ PARTS = {
     "sanitizer": sanitizer,
     "ops": ops.run,
     "serving": serving.run,
+    "graphs": serving.graphs,
+    "tests": tests,
 }
 
 if __name__ == "__main__":

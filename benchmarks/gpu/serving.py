@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,11 +21,13 @@ from megatron_hybrid import (
     RequestOptions,
     SamplingParams,
 )
+from megatron_hybrid.inference.worker.graph_runner import graph_sizes, planned_bytes
 from megatron_hybrid.tools.rates import RESTORED
 from megatron_hybrid.tools.roofline import ModelWork
 
 CAPTURED = 4
 """States saved inside of a prefill."""
+SUFFIXES = 128, 256, 512, 1024  # tokens after those restored
 COPY_SECONDS = 50e-6
 """Allowed to a restore in addition to 1.1 times its bytes / bandwidth."""
 
@@ -33,12 +36,13 @@ def run(bench: Bench, name: str) -> Iterator[Row]:
     """Measure one model, by its name in `SHAPES`. What takes longest comes last."""
     model = cut_model(name, bench)
     short, long = bench.size(8192, 48), bench.size(65536, 64)
+    parts = ([short - n for n in bench.size(SUFFIXES, (8,))], [short * n // 100 for n in RESTORED])
     for part in (
         partial(decodes, batches=bench.size((1, 8), (3,))),
-        partial(first_tokens, length=short, percents=RESTORED, rounds=bench.size(3, 1)),
+        *(partial(first_tokens, length=short, parts=n, rounds=bench.size(3, 1)) for n in parts),
         saves,
         prefill_with_saves,
-        partial(first_tokens, length=long, percents=bench.size((0, 100), (0,)), rounds=1),
+        partial(first_tokens, length=long, parts=bench.size((0, long), (0,)), rounds=1),
         partial(decodes, batches=bench.size((64,), ())),
     ):
         for row in bench.guarded("does not run", part(bench, model)):
@@ -121,27 +125,74 @@ def decodes(bench: Bench, model: HybridModel, batches: Sequence[int]) -> Iterato
         bench.free()
 
 
+def graphs(bench: Bench, name: str) -> Iterator[Row]:
+    """Requests that start and end, by launches and by graphs, and the memory of graphs."""
+    model, rng = cut_model(name, bench), np.random.default_rng(3)
+    slots, count, first = bench.size((64, 96, 40), (4, 6, 3))
+    longest, sampling = bench.size(8192, 48), dict(top_k=1, ignore_termination=True)
+    sampling |= dict(return_log_probs=True, skip_prompt_log_probs=True)
+    prompts = [random_prompt(rng, model, bench.size(64, 4) + 2 * i) for i in range(count)]
+    params = [SamplingParams(**sampling, num_tokens_to_generate=first + i) for i in range(count)]
+    used, expected, engine = [], None, None
+    for what in ("launched", "by graphs", "by graphs after a resume"):
+        if what != "by graphs after a resume":
+            used.append(bench.used_bytes())
+            engine = make_engine(bench, model, longest, slots, cuda_graphs=what == "by graphs")
+            used.append(bench.used_bytes())
+        else:
+            engine.suspend()
+            engine.resume()
+        before, replayed = engine.num_steps, engine.stats()["graph_steps"]
+        began = time.perf_counter()
+        answers = engine.generate(prompts, params)
+        seconds, steps = time.perf_counter() - began, engine.num_steps - before
+        found = [(each.token_ids, each.log_probs) for each in answers]
+        expected = expected or found
+        yield Row(
+            f"{count} requests that start and end, {what}",
+            seconds,
+            numbers={"steps": steps, "replayed": engine.stats()["graph_steps"] - replayed},
+            note=f"{sum(len(tokens) for tokens, _ in found) / seconds:,.0f} tokens/s",
+            fault="" if found == expected else "other bits than launched",
+        )
+        if what == "launched":
+            engine = engine.close()
+    sizes = graph_sizes(slots, engine.config.max_tokens, 0)
+    asked, taken = (d - c - b + a for a, b, c, d in zip(*used))
+    planned = planned_bytes(model, engine.memory.spec, sizes, longest)
+    numbers = {"asked MiB": asked >> 20, "planned MiB": planned >> 20, "taken MiB": taken >> 20}
+    yield Row("memory of graphs", numbers=numbers)
+    engine.close()
+
+
 def first_tokens(
-    bench: Bench, model: HybridModel, length: int, percents: Sequence[int], rounds: int
+    bench: Bench, model: HybridModel, length: int, parts: Sequence[int], rounds: int
 ) -> Iterator[Row]:
-    """Time to the first token of a prompt that is alone, with parts of it restored."""
+    """Time to the first token of a prompt that is alone, with so many tokens of it restored, and
+    the launches where few are not."""
     rng = np.random.default_rng(length)
     engine = make_engine(bench, model, length + 64, 2)
     work, max_tokens = work_of(engine), engine.config.max_tokens
     first_token(bench, engine, random_prompt(rng, model, length))  # compiles kernels
-    for percent in percents:
-        restored, times = length * percent // 100, []
-        for _ in range(1 if bench.once else rounds):
+    for restored in parts:
+        times, numbers, suffix = [], {}, length - restored
+        for number in range(2 if bench.once else rounds + 1):
             prompt = random_prompt(rng, model, length)
             if restored:
                 first_token(bench, engine, prompt[:restored])
-            times.append(first_token(bench, engine, prompt, skipped=restored))
+            call = partial(first_token, bench, engine, prompt, skipped=restored)
+            if number:
+                times.append(call())
+            elif 0 < suffix <= max(SUFFIXES):
+                activity = bench.activity(call)
+                numbers = {"busy ms": activity.busy_seconds * 1e3, "launches": activity.launches}
         seconds = statistics.median(times)
         yield Row(
-            f"first token of {length:,}, {percent} % restored",
+            f"first token of {length:,}, {round(100 * restored / length)} % restored",
             seconds,
             bench.bound(work.first_token(length, restored, max_tokens)),
-            note="" if restored else f"prefill of {length / seconds:,.0f} tokens/s",
+            numbers=numbers,
+            note=f"{suffix:,} computed, {suffix / seconds:,.0f} tokens/s",
         )
     engine.close()
 

@@ -13,12 +13,13 @@ from triton.runtime.autotuner import Config
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.gpu.autotuned import Chosen, NoFit
-from benchmarks.gpu.first_run import AUTOTUNED, MARK, MODELS, OPS, main
+from benchmarks.gpu.first_run import AUTOTUNED, MARK, MODELS, OPS, TESTS, main
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "helpers" / "stubbed_parts.py"
 NOT_COMPUTED = re.compile(
-    r"(error [^,]+, at most [\d.e-]+|other bits in 3 runs|padding rows are not zero)(, |$)"
+    r"(error [^,]+, at most [\d.e-]+|other bits in 3 runs|padding rows are not zero"
+    r"|other bits than launched)(, |$)"
 )
 """What checks say of kernels that did not run."""
 
@@ -49,10 +50,13 @@ def test_each_part_runs_to_its_end_and_only_values_are_wrong(which):
     others |= {f"serving {model}" for model in MODELS[1:]} | {f"compile serving {MODELS[0]}"}
     kept = {f"check {op} bf16" for op in OPS} | {f"configs {op}" for op in AUTOTUNED}
     kept |= {f"serving {MODELS[0]}", f"compile ops {OPS[1]}", "ops", "environment"}
+    kept |= {f"graphs {MODELS[0]}", "ops packed_linear", *(f"tests {file}" for file in TESTS)}
     expected = others if which == "others" else kept - others
     assert expected <= {title for title, (_, rows) in ends.items() if rows}
     if which == "others":
         return
+    _, replayed, resumed, _ = ends[f"graphs {MODELS[0]}"][1]
+    assert min(row["numbers"]["replayed"] for row in (replayed, resumed)) > 4
     configs = [rows for title, (_, rows) in ends.items() if title.startswith("configs ")]
     kernels = {row["what"].split(",")[0] for rows in configs for row in rows}
     assert {"_chunk_scan_fwd_kernel", "_bmm_chunk_fwd_kernel", "chunk_fwd_kernel_o"} <= kernels

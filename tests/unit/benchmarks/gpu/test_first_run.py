@@ -206,7 +206,7 @@ def test_a_call_fits_its_names(call):
 
 
 def test_what_is_timed_runs_alone():
-    checked = {"configs", "check", "sanitizer", "compile"}
+    checked = {"configs", "check", "sanitizer", "compile", "tests"}
     for call in BUDGETS:
         for phase in phases(call):
             assert len(phase) == 1 or {part.name for part in phase} <= checked

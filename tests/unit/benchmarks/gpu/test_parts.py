@@ -62,6 +62,25 @@ def test_a_check_that_fails_ends_its_process_where_the_device_did(monkeypatch, c
     assert (code, rows) == ((POISONED, {}) if is_poisoned else (0, {"c": ""}))
 
 
+@pytest.mark.parametrize("skip", [0, 1])
+def test_tests_are_told_of_as_far_as_the_device_survives_them(monkeypatch, tmp_path, capsys, skip):
+    text = "import pytest\npytestmark = pytest.mark.gpu\n"
+    text += "".join(f"def test_{name}():\n    assert {name!r} != 'b'\n" for name in "abc")
+    (tmp_path / "tests").mkdir()
+    file = f"test_some_{skip}"  # a module of its own
+    (tmp_path / "tests" / f"{file}.py").write_text(text)
+    monkeypatch.setattr(parts, "ROOT", tmp_path)
+    monkeypatch.setattr(Bench, "is_poisoned", lambda self: skip == 1)
+    monkeypatch.setattr(Bench, "name", "a GPU")
+    bench = Bench(torch.device("cpu"), False, None)
+    monkeypatch.setattr(Bench, "start", lambda *_: bench)
+    code = parts.main(["tests", file, "--skip", str(skip)])
+    rows = {row["what"]: row["fault"] for row in rows_of(capsys.readouterr().out)}
+    assert "AssertionError" in rows.pop(f"{file}.py::test_b")
+    assert list(rows) == [f"{file}.py::test_{name}" for name in ("a" if skip else "ac")[skip:]]
+    assert code == (POISONED if skip else 0) and not any(rows.values())
+
+
 def test_the_memory_check_tells_which_op_was_wrong(monkeypatch, tmp_path, capsys):
     """A script in the place of compute-sanitizer."""
     rows = [MARK + json.dumps(Row(name, note="mine").values()) for name in ("first", "second")]
