@@ -231,7 +231,7 @@ def packed_inputs(sizes: Sizes, layout: RaggedLayout, device, dtype) -> tuple:
     codes = torch.randint(0, 120, (O, I * bits // 8), dtype=torch.uint8, device=device)
     scale = torch.rand(O, I // group, device=device) * I**-0.5
     x = _randn(device, dtype, layout.num_rows, I)
-    return x, codes.view(torch.float8_e4m3fn) if bits == 8 else codes, scale
+    return x, codes.view(torch.float8_e4m3fn) if bits == 8 else codes, scale, *[None] * 4
 
 
 def _gated_silu(x: Tensor) -> Tensor:
@@ -345,7 +345,9 @@ def attention_others(sizes: Sizes, layout: RaggedLayout, inputs: tuple) -> Maker
 
 def packed_others(sizes: Sizes, layout: RaggedLayout, inputs: tuple) -> Makers:
     """The product with the weight in bf16."""
-    return {"bf16": lambda: partial(F.linear, inputs[0], unpack(*inputs[1:], dtype=torch.bfloat16))}
+    return {
+        "bf16": lambda: partial(F.linear, inputs[0], unpack(*inputs[1:3], dtype=torch.bfloat16))
+    }
 
 
 _TOY_ATTENTION = {"H": 4, "K": 2, "D": 16}

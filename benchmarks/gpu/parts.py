@@ -106,8 +106,7 @@ def environment(bench: Bench) -> Iterator[Row]:
 
 
 def tests(bench: Bench, name: str, skip: int, tell: Callable[[Row], None]) -> int:
-    """Run the tests of a file that need a GPU, a row each, as far as the device survives them. At
-    toy size they are counted. Returns the exit code."""
+    """Run a file's tests for a GPU, a row each; at toy size count them. Returns the exit code."""
     import pytest
 
     class Told:

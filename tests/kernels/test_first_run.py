@@ -56,7 +56,7 @@ def test_each_part_runs_to_its_end_and_only_values_are_wrong(which):
     if which == "others":
         return
     _, replayed, resumed, _ = ends[f"graphs {MODELS[0]}"][1]
-    assert min(row["numbers"]["replayed"] for row in (replayed, resumed)) > 4
+    assert min(row["numbers"]["replayed"] for row in (replayed, resumed)) > 0
     configs = [rows for title, (_, rows) in ends.items() if title.startswith("configs ")]
     kernels = {row["what"].split(",")[0] for rows in configs for row in rows}
     assert {"_chunk_scan_fwd_kernel", "_bmm_chunk_fwd_kernel", "chunk_fwd_kernel_o"} <= kernels

@@ -37,7 +37,7 @@ def test_bytes_are_those_of_the_tensors(family, layout):
         used = [count > 0 for count in expert_rows(family.toy, layout)]
         expected += num_bytes(each[used] for each in (inputs[2], inputs[4]))
     elif family.op == "packed_linear":
-        expected += num_bytes(inputs[1:])
+        expected += num_bytes(inputs[1:3])
     elif family.is_recurrent:
         (states,) = (each for each in inputs if isinstance(each, SlotStates))
         expected += 2 * num_bytes([states.pool_S])
