@@ -51,6 +51,7 @@ _OWN = {
     "mistral": "mistral:Mistral",
     "mixtral": "mistral:Mixtral",
     "nemotron_h": "nemotron_h:NemotronH",
+    "nemotron_h_puzzle": "nemotron_h:NemotronHPuzzle",
     "exaone4": "olmo:Exaone4",
     "olmo2": "olmo:Olmo2",
     "olmo3": "olmo:Olmo3",

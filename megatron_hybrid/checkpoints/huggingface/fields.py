@@ -38,7 +38,7 @@ _GENERAL_KEYS: dict[tuple[str, ...], tuple[type, str]] = {
         Mapping,
         "an object",
     ),
-    ("layer_types", "layers_block_type"): (list, "a list"),
+    ("layer_types", "layers_block_type", "block_configs", "mtp_block_configs"): (list, "a list"),
 }
 """Keys of many architectures that adapters reckon with, and the type of their values."""
 _MOST_LAYERS = 10_000
@@ -376,7 +376,13 @@ def grouped_experts(
         ValueError: groups that would be ranked otherwise here than by their two best experts.
     """
     check_sigmoid_topk(topk)
-    fields = {
+    are_chosen = chosen_groups < groups
+    if are_chosen and topk != 2 * chosen_groups:
+        raise ValueError(
+            f"config.json has {topk} experts per token in {chosen_groups} groups; where groups "
+            "are chosen, only 2 experts per chosen group are supported"
+        )
+    return {
         "num_moe_experts": num_experts,
         "moe_ffn_hidden_size": width,
         "moe_shared_expert_intermediate_size": num_shared * width or None,
@@ -384,12 +390,6 @@ def grouped_experts(
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_topk_scaling_factor": scaling_factor,
+        "moe_router_num_groups": groups if are_chosen else None,
+        "moe_router_group_topk": chosen_groups if are_chosen else None,
     }
-    if chosen_groups < groups:
-        if topk != 2 * chosen_groups:
-            raise ValueError(
-                f"config.json has {topk} experts per token in {chosen_groups} groups; where groups "
-                "are chosen, only 2 experts per chosen group are supported"
-            )
-        fields |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen_groups}
-    return fields

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,9 @@ _OLD_NAMES = {
     "mamba_conv_bias": "use_conv_bias",
     "mamba_chunk_size": "chunk_size",
 }
+
+
+_Blocks = list[dict[str, Any]]
 
 
 class NemotronH(Adapter):
@@ -93,6 +97,82 @@ class NemotronH(Adapter):
         is_here = tensors.has_tensor(names, "mtp.layers.0.eh_proj.")
         is_sole = not tensors.has_tensor(names, f"mtp.layers.{len(pattern)}.")
         return pattern if is_here and is_sole else ""
+
+
+class NemotronHPuzzle(NemotronH):
+    """`NemotronHPuzzleForCausalLM`, whose layers each have sizes of their own."""
+
+    model_types = ("nemotron_h_puzzle",)
+    names = replace(
+        NemotronH.names,
+        layers="model.layers",
+        embedding="model.embeddings.weight",
+        final_norm="model.norm_f.weight",
+    )
+    module_names = ()
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        blocks = _blocks(hf, "block_configs")
+        heads = _blocks({"mtp_block_configs": [], **hf}, "mtp_block_configs")
+        # A head's layers have no number in the pattern, so the model's own sizes are theirs.
+        firsts = {block["block_type"]: block for block in reversed([*heads, *blocks])}
+        found = self._sized(hf, blocks, firsts)
+        overrides = {}
+        for number, block in enumerate(blocks, start=1):
+            own = self._sized(hf, blocks, firsts | {block["block_type"]: block})
+            if own != found:
+                overrides[str(number)] = {n: own[n] for n in own if own[n] != found[n]}
+        return {**found, "layer_overrides": found.get("layer_overrides", {}) | overrides}
+
+    def _sized(
+        self, hf: Mapping[str, Any], blocks: _Blocks, sizes: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """The fields where all layers of a type have the sizes of one."""
+        values = {key: value for block in sizes.values() for key, value in block.items()}
+        return super().config({**hf, **values, "hybrid_override_pattern": _symbols(blocks)})
+
+    def prediction_layers(self, hf: Mapping[str, Any], names: Collection[str] | None) -> str:
+        if hf.get("mtp_block_configs"):
+            pattern = _symbols(_blocks(hf, "mtp_block_configs"))
+            hf = {**hf, "mtp_hybrid_override_pattern": pattern}
+        return super().prediction_layers(hf, names)
+
+
+_BLOCK_KEYS = {
+    "attention": ("sliding_window",),
+    "mamba": ("ssm_state_size",),
+    "mlp": ("intermediate_size",),
+    "moe": (
+        *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_latent_size"),
+        *("moe_shared_expert_intermediate_size", "routed_scaling_factor", "n_group", "topk_group"),
+        "norm_topk_prob",
+    ),
+}
+"""What a layer of each type may have of its own."""
+
+
+def _blocks(hf: Mapping[str, Any], key: str) -> _Blocks:
+    """The layers of a list, without what is null: there the model's value goes."""
+    blocks = []
+    for i, block in enumerate(fields.required(hf, key)):
+        given = dict(block) if isinstance(block, Mapping) else {}
+        given = {name: value for name, value in given.items() if value is not None}
+        known = _BLOCK_KEYS.get(str(given.get("block_type")))
+        if known is None or given.keys() - {"block_type", *known}:
+            kinds = "; ".join(
+                f"{kind!r} with {', '.join(_BLOCK_KEYS[kind])}" for kind in _BLOCK_KEYS
+            )
+            raise ValueError(
+                f"config.json has {key}[{i}]={block!r}; supported are objects of a block_type and "
+                f"sizes: {kinds}"
+            )
+        blocks.append(given)
+    return blocks
+
+
+def _symbols(blocks: _Blocks) -> str:
+    types = [block["block_type"] for block in blocks]
+    return "".join(fields.symbols_of(types, fields.MAMBA2_SYMBOLS, len(types)))
 
 
 def _pattern(hf: Mapping[str, Any]) -> str:

@@ -36,6 +36,7 @@ KEPT = {
     "lfm2_moe": {"feed_forward.expert_bias"},
     "mimo_v2_flash": _ROUTER,
     "nemotron_h_moe": _ROUTER,
+    "nemotron_h_puzzle": _ROUTER,
     "olmo_hybrid": {"linear_attn.A_log"},
     "olmo_hybrid_rope": {"linear_attn.A_log"},
     "zamba": {"mamba.A_log"},

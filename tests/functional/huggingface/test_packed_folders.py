@@ -49,6 +49,7 @@ PAIRS = {
     "granitemoehybrid": {PROJECTIONS: "ct-int8"},
     "nemotron_h": {PROJECTIONS: "modelopt-fp8"},
     "nemotron_h_moe": NEMOTRON,
+    "nemotron_h_puzzle": NEMOTRON,
     "jamba": {PROJECTIONS: "ct-w8a16"},
 }
 """Formats that models of these architectures are published in."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from bars import check_bars
-from huggingface import build
+from huggingface import build, read_values
 from matrix import matrix_rows
 from packed_folders import FORMATS as FORMATS_OF
 from packed_folders import write_folders
@@ -49,6 +49,9 @@ class Released:
 
 
 ONE = "model.layers.3."
+OF_NEMOTRON = {name: f"mtp.layers.0.{name}" for name in ("enorm", "hnorm", "eh_proj")}
+OF_NEMOTRON["norm"] = "mtp.layers.1.final_layernorm"
+PUZZLE = read_values("nemotron_h_puzzle")["block_configs"]
 RELEASED = {
     "qwen3_next": Released("*E", {"model.layers.3.": "mtp.layers.0."}, announced={}),
     "qwen3_5": Released("*-", {"model.layers.3.": "mtp.layers.0."}),
@@ -67,9 +70,14 @@ RELEASED = {
     "nemotron_h_moe": Released(
         "*E",
         {"backbone.layers.2.": "mtp.layers.0.", "backbone.layers.3.": "mtp.layers.1."},
-        {name: f"mtp.layers.0.{name}" for name in ("enorm", "hnorm", "eh_proj")}
-        | {"norm": "mtp.layers.1.final_layernorm"},
+        OF_NEMOTRON,
         {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"},
+    ),
+    "nemotron_h_puzzle": Released(
+        "*E",
+        {"model.layers.5.": "mtp.layers.0.", "model.layers.4.": "mtp.layers.1."},
+        OF_NEMOTRON,
+        {"num_nextn_predict_layers": 1, "mtp_block_configs": [PUZZLE[5], PUZZLE[4]]},
     ),
 }
 
