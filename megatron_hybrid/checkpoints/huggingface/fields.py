@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_hybrid.ops.activations import ACTIVATIONS
-from megatron_hybrid.utils.validation import is_number
+from megatron_hybrid.utils.validation import LARGEST_FLOAT, is_number
 
 _ACTIVATION_NAMES = {
     "silu": "silu",
@@ -276,7 +276,7 @@ def time_steps(hf: Mapping[str, Any]) -> dict[str, Any]:
             "the upper limit of the time steps, or null"
         )
     low, high = limits
-    return {"mamba_dt_min": low, "mamba_dt_max": None if high == math.inf else high}
+    return {"mamba_dt_min": low, "mamba_dt_max": None if high > LARGEST_FLOAT else high}
 
 
 MAMBA2_SYMBOLS = {

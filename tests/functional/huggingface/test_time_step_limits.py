@@ -19,6 +19,7 @@ LIMITS = {
     "none": (None, NO_LIMITS),
     "zero to infinity": ([0.0, math.inf], NO_LIMITS),
     "infinity in words": ([0.0, {"__float__": "Infinity"}], NO_LIMITS),
+    "zero to a number that fp32 lacks": ([0.0, 1e308], NO_LIMITS),
     "two numbers": ([0.002, 0.3], (0.002, 0.3)),
 }
 """What config.json says, and what it means."""
