@@ -223,7 +223,8 @@ def quantization_of(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The quantization_config in a config.json; None: the weights are not quantized."""
     for part in _with_text_config(values):
         if isinstance(found := part.get("quantization_config"), Mapping) and found:
-            return found
+            # Older releases of ModelOpt leave out its name.
+            return {"quant_method": "modelopt", **found} if "quant_algo" in found else found
     return None
 
 
