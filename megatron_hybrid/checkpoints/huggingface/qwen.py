@@ -7,7 +7,9 @@ from functools import partial
 from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface import fields, tensors
-from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorNames
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, Shapes, TensorMap, TensorNames
+from megatron_hybrid.checkpoints.huggingface.layouts import same, transposed
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 
 def _with_window(hf: Mapping[str, Any], **left_out: Any) -> dict[str, Any]:
@@ -28,10 +30,12 @@ def _mixers(hf: Mapping[str, Any]) -> str | None:
 
 
 class Qwen2(Adapter):
-    """`Qwen2ForCausalLM`: biases in the projections of queries, keys and values."""
+    """`Qwen2ForCausalLM`, with an MTP head that is not read `MiMoForCausalLM`: biases in the
+    projections of queries, keys and values."""
 
-    model_types = ("qwen2",)
+    model_types = ("qwen2", "mimo")
     names = TensorNames(tensors.TRANSFORMER)
+    ignored = (r"model\.mtp_layers\..*",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         hf = _with_window(hf, num_key_value_heads=32)
@@ -39,10 +43,16 @@ class Qwen2(Adapter):
 
 
 class Qwen3(Adapter):
-    """`Qwen3ForCausalLM`: norms of queries and keys."""
+    """`Qwen3ForCausalLM`, also in `Qwen3VLForConditionalGeneration`: norms of queries and keys."""
 
-    model_types = ("qwen3",)
+    model_types = ("qwen3", "qwen3_vl_text")
+    composite_types = ("qwen3_vl",)
     names = TensorNames(tensors.TRANSFORMER)
+    ignored = (r"model\.visual\..*",)
+
+    def text_config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Adapter.text_config`: the language model is Qwen 3, and written as such."""
+        return {**super().text_config(hf), "model_type": self.model_types[0]}
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         hf = _with_window(hf, num_key_value_heads=32, head_dim=128)
@@ -59,11 +69,21 @@ def _experts(hf: Mapping[str, Any], number: int, topk: int, width: int) -> dict[
     }
 
 
-class Qwen3Moe(Adapter):
-    """`Qwen3MoeForCausalLM`: experts."""
+class Qwen3Moe(Qwen3):
+    """`Qwen3MoeForCausalLM`, also in `Qwen3VLMoeForConditionalGeneration`: experts."""
 
-    model_types = ("qwen3_moe",)
-    names = TensorNames(tensors.TRANSFORMER)
+    model_types = ("qwen3_moe", "qwen3_vl_moe_text")
+    composite_types = ("qwen3_vl_moe",)
+
+    def as_found(self, tensor_map: TensorMap, config: HybridConfig, shapes: Shapes) -> TensorMap:
+        """See `Adapter.as_found`: beside a vision model the experts of a layer lie in two tensors,
+        whose rows are inputs."""
+        experts, found, _ = tensor_map.theirs[0].partition(".experts.0.")
+        is_fc1 = len(tensor_map.theirs) > config.num_moe_experts
+        stacked = f"{experts}.experts.{'gate_up_proj' if is_fc1 else 'down_proj'}"
+        if found and stacked in shapes:
+            return same(tensor_map.ours[0], stacked, transposed())
+        return tensor_map
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         hf = _with_window(hf, num_key_value_heads=4, intermediate_size=6144)

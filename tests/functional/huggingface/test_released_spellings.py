@@ -42,6 +42,22 @@ def test_both_spellings_are_read_and_the_released_one_is_written(name, released,
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
+@pytest.mark.parametrize(
+    ("name", "released", "more"),
+    [("qwen2", "mimo", "model.mtp_layers.0.input_proj.weight"), ("deepseek_v3", "kimi_k2", None)],
+)
+def test_what_transformers_knows_by_another_name(name, released, more, tmp_path):
+    theirs, path = build(name), tmp_path / "config.json"
+    theirs.save_pretrained(tmp_path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": released}))
+    if more is not None:  # of an MTP head
+        tensors = load_file(tmp_path / "model.safetensors") | {more: torch.zeros(2, 2)}
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    model, _ = mh.load_pretrained(tmp_path)
+    tokens = torch.arange(3, 60)[None]
+    torch.testing.assert_close(model(tokens), Reference(theirs).logits(tokens), atol=1e-4, rtol=0)
+
+
 KIMI = {
     "hidden_size": 32,
     "vocab_size": 50,
