@@ -43,6 +43,11 @@ class BailingHybrid(DeepseekV3):
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         fields.only(hf, moe_renormalize=True, rope_interleave=True)
+        if (known := hf.get("architectures")) == ["BailingMoeV2_5ForCausalLM"]:
+            raise ValueError(
+                f"config.json has architectures={known}, which is Ling 2.5 or Ring 2.5, of "
+                "lightning attention with RoPE; of 'bailing_hybrid', only Ling 3 is supported"
+            )
         hf = {"rope_theta": 6_000_000.0, "moe_intermediate_size": 768, **hf}
         hf = {"num_experts": 512, "num_shared_experts": 1, "q_lora_rank": None, **hf}
         hf |= {other: hf[key] for key, other in _AS_DEEPSEEK.items() if key in hf}

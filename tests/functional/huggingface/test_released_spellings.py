@@ -126,6 +126,7 @@ WINDOW = [{"block_type": "attention", "sliding_window": 64}]
         ("nemotron_h_puzzle", {"block_configs": ["moe"]}, r"block_configs\[0\]='moe'; supported"),
         ("nemotron_h_puzzle", {"block_configs": INDEXED}, r"\[0\]={.*'q_indexer_top_k': 8}; supp"),
         ("nemotron_h_puzzle", {"block_configs": WINDOW}, "sliding_window=64; only None is"),
+        ("bailing_hybrid", {"architectures": ["BailingMoeV2_5ForCausalLM"]}, "only Ling 3 is"),
         ("gemma2", {"model_type": "paligemma"}, "'paligemma', which no adapter reads"),
     ],
 )
