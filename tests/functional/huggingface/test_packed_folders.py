@@ -42,14 +42,21 @@ MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
 PAIRS = {
     "qwen3_next": {PROJECTIONS: "fp8-block"},  # betas and decays of a fused projection stay in bf16
     "qwen3_5": {PROJECTIONS: "fp8-block"},
+    "qwen3_moe": {PROJECTIONS: "fp8-block"},
+    "mimo_v2_flash": {PROJECTIONS: "fp8-block"},
+    "bailing_hybrid": {PROJECTIONS: "fp8-block"},
     "qwen3_5_moe": {PROJECTIONS: "fp8-small-blocks"},  # experts one by one
     "deepseek_v3": {PROJECTIONS: "fp8-small-blocks"},  # latent attention's absorbed projection
     "minimax_m2": {PROJECTIONS: "fp8-block-ue8m0"},
     "kimi_linear": {PROJECTIONS: "ct-fp8-channel"},
+    "glm4_moe": {PROJECTIONS: "ct-fp8-channel"},
+    "cohere2": {PROJECTIONS: "ct-fp8-channel"},
     "granitemoehybrid": {PROJECTIONS: "ct-int8"},
     "nemotron_h": {PROJECTIONS: "modelopt-fp8"},
     "nemotron_h_moe": NEMOTRON,
     "nemotron_h_puzzle": NEMOTRON,
+    "gemma4_experts": {PROJECTIONS: "modelopt-nvfp4"},
+    "exaone4": {PROJECTIONS: "awq"},
     "jamba": {PROJECTIONS: "ct-w8a16"},
 }
 """Formats that models of these architectures are published in."""
