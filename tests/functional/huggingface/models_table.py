@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
-from huggingface import CONFIGS, kept_names
+from huggingface import CONFIGS, kept_names, read_values
+from test_packed_folders import PAIRS
 
 from megatron_hybrid.checkpoints.megatron.args import args_of_config
 from megatron_hybrid.inference.memory.cache_pool import cache_spec_of
@@ -17,6 +18,40 @@ from megatron_hybrid.tools.plan import read_model_config
 TABLE = Path(__file__).parents[3] / "docs" / "reference" / "models.md"
 _MEGATRON = "<!-- table of Megatron: made by `make models-table` -->", "<!-- end of Megatron -->"
 _START, _END = "<!-- table: made by `make models-table` -->", "<!-- end of table -->"
+
+CALLS = {
+    "bailing": "hermes",
+    "command_r7b": "cohere_command4",
+    "deepseek": "deepseek_v3, deepseek_v31",
+    "ernie": "ernie45",
+    "gemma_4": "gemma4",
+    "glm4_moe": "glm45",
+    "gpt_oss": "openai",
+    "granite": "granite",
+    "granite_3b_code": "",
+    "granite_4": "granite4",
+    "hunyuan": "hunyuan_a13b",
+    "jamba": "jamba",
+    "kimi": "kimi_k2",
+    "lfm2": "lfm2",
+    "llama_3": "llama3_json",
+    "llama_4": "llama4_json, llama4_pythonic",
+    "minimax": "minimax_m1",
+    "minimax_m2": "minimax_m2",
+    "mistral": "mistral, mistral_names",
+    "ministral": "mistral_names",
+    "nemotron_3": "qwen3_coder",
+    "nemotron_h_puzzle": "qwen3_coder",
+    "olmo3": "olmo3",
+    "qwen": "hermes",
+    "qwen3_5": "qwen3_coder",
+    "qwen3_next": "hermes, qwen3_coder",
+    "seed_oss": "seed_oss",
+}
+"""How names of models begin -> the dialects of their releases; the longest one counts."""
+PACKED = {"gpt_oss": {"mxfp4"}, "llama": {"all"}}
+for tiny, formats in PAIRS.items():
+    PACKED.setdefault(read_values(tiny)["model_type"], set()).update(formats.values())
 
 
 @dataclass(frozen=True)
@@ -78,14 +113,19 @@ def released_rows(folder: Path) -> list[str]:
             if config.mamba_num_groups == 1 and "M" in config.pattern.symbols:
                 kept.append("core does not split its one group over TP ranks")
             cells = f"both ways, {kind}", "; ".join(kept)
+        begins = max((name for name in CALLS if path.stem.startswith(name)), key=len, default="")
+        packed = sorted(PACKED.get(model_type) or PACKED.get(model_type.removesuffix("_text"), ()))
+        cells = CALLS.get(begins, ""), ", ".join(packed), *cells
         rows.append(f"| {path.stem} | {model_type} | both ways | {' | '.join(cells)} |")
     return rows
 
 
 def write_released(page: Path, folder: Path) -> None:
     """Puts the rows of all released models in place of the table's."""
-    names = "model | model_type | Hugging Face | Megatron | why not, or what is kept"
-    lines = [f"| {names} |", "| --- | --- | --- | --- | --- |", *released_rows(folder)]
+    names = (
+        "model | model_type | Hugging Face | calls | packed | Megatron | why not, or what is kept"
+    )
+    lines = [f"| {names} |", f"|{' --- |' * 7}", *released_rows(folder)]
     _write(page, *_MEGATRON, lines)
 
 

@@ -22,7 +22,12 @@ ONE_OF_EACH = {
     json.loads((FOLDER / f"{name}.json").read_text())["model_type"]: name for name in NAMES
 }.values()
 """One file of each architecture."""
-QUANTIZED = {"deepseek_v3": "fp8", "gpt_oss_20b": "mxfp4", "minimax_m2": "fp8"}
+QUANTIZED = {
+    "deepseek_v3": "fp8",
+    "gpt_oss_20b": "mxfp4",
+    "minimax_m2": "fp8",
+    "mimo_v2_flash": "fp8",
+}
 
 
 def mamba2(heads, head_dim, states, groups):
@@ -98,11 +103,22 @@ EXPECTED = {
     "llama_4_scout": ("LELELE*E" * 12, kv(12, 8, 128), 0),
     "mamba_130m": ("S" * 24, 0, 24 * mamba1(1536, 16, 4)),
     "mamba_codestral_7b": ("M" * 64, 0, 64 * mamba2(128, 64, 128, 8)),
+    "mimo_v2_flash": (
+        "*-WEWEWEWE*E" + "WEWEWEWEWE*E" * 7,
+        9 * 4 * (192 + 128) * 2,
+        0,
+    ),
+    "mixtral_8x7b": ("*E" * 32, kv(32, 8, 128), 0),
     "minimax_m2": ("*E" * 62, kv(62, 8, 128), 0),
     "nemotron_3_nano_30b_a3b": (
         "MEMEM*E" + "MEMEM*E" * 4 + "MEMEMEM*E" + "MEMEMEME",
         kv(6, 2, 128),
         23 * mamba2(64, 64, 128, 8),
+    ),
+    "nemotron_3_ultra_550b_a55b": (
+        "MEMEMEM*EMEMEM*EMEMEMEM*E" * 4 + "MEMEMEME/*E",
+        kv(12, 2, 128),
+        48 * mamba2(256, 64, 128, 8),
     ),
     "nemotron_h_8b": (
         "M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-",
@@ -110,6 +126,7 @@ EXPECTED = {
         24 * mamba2(128, 64, 128, 8),
     ),
     "olmo_hybrid_7b": ("G-G-G-*-" * 8, kv(8, 30, 128), 24 * delta(30, 96, 30, 192)),
+    "qwen3_30b_a3b": ("*E" * 48, kv(48, 4, 128), 0),
     "qwen3_5_35b_a3b": ("GEGEGE*E" * 10 + "/*E", kv(10, 2, 256), 30 * delta(16, 128, 32, 128)),
     "qwen3_5_4b": ("G-G-G-*-" * 8 + "/*-", kv(8, 4, 256), 24 * delta(16, 128, 32, 128)),
     "qwen3_next_80b_a3b": ("GEGEGE*E" * 12, kv(12, 2, 256), 36 * delta(16, 128, 32, 128)),

@@ -10,7 +10,7 @@ from huggingface import CONFIGS, Reference, build_of, in_float64, twin_in_float6
 from matrix import matrix_rows
 from megatron.core import parallel_state
 from megatron_folders import load_folder
-from models_table import TABLE, read_released, released_rows
+from models_table import CALLS, TABLE, read_released, released_rows
 from packed_folders import write_folders
 from rank_processes import join_ranks, run_ranks
 from safetensors.torch import load_file
@@ -21,6 +21,7 @@ from test_predictions import Reference as ReferenceWithHead
 import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.megatron.torch_dist import DistributedTensors
 from megatron_hybrid.compat import TransformerConfig
+from megatron_hybrid.serving.parsers import TOOL_PARSERS
 from megatron_hybrid.tools.convert import convert
 
 SIZES = {
@@ -68,9 +69,10 @@ QWEN = {"num_hidden_layers": 4, "layer_types": EVERY_FOURTH, "head_dim": 32}
 GRANITE = {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "logits_scaling": 1.5}
 QWEN35 = {**QWEN, "rope_parameters": {"mrope_section": [2, 1, 1]}}
 UNCLAMPED = {"num_hidden_layers": None, "time_step_min": 1e-9}  # as the makers' own code
-PLAIN = ["granite_3b_code", "llama_2_7b", "llama_3_1_8b", "mamba_codestral_7b"]
+PLAIN = ["granite_3b_code", "llama_2_7b", "llama_3_1_8b", "mamba_codestral_7b", "mixtral_8x7b"]
+PLAIN += ["qwen3_30b_a3b"]
 OF_OTHERS = ["ernie4_5", "glm4_moe", "granite", "granitemoe", "llama_mlp_biases", "mistral"]
-OF_OTHERS += ["mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3"]
+OF_OTHERS += ["phi3", "qwen2", "qwen2_moe", "qwen3", "seed_oss", "smollm3"]
 CHANGES = {
     "bamba_9b": {"num_hidden_layers": 3, "attn_layer_indices": [1]},
     "deepseek_v3": {"num_hidden_layers": 3, "first_k_dense_replace": 1, "num_key_value_heads": 4}
@@ -80,6 +82,8 @@ CHANGES = {
     "granite_4_0_h_micro": GRANITE,
     "granite_4_0_h_small": GRANITE,
     "nemotron_3_nano_30b_a3b": {"hybrid_override_pattern": "ME*E", **UNCLAMPED},
+    "nemotron_3_ultra_550b_a55b": {"layers_block_type": ["mamba", "moe", "attention", "moe"]}
+    | {"moe_latent_size": None, **UNCLAMPED},  # core has latents with Transformer Engine alone
     "nemotron_h_8b": {"hybrid_override_pattern": "M-M*-", **UNCLAMPED},
     "qwen3_5_35b_a3b": QWEN35,
     "qwen3_5_4b": QWEN35,
@@ -209,5 +213,6 @@ def test_packed_weights_are_written_dequantized(tmp_path):
 
 def test_the_table_in_the_docs_is_of_the_released_models():
     assert read_released(TABLE) == released_rows(FOLDER)
+    assert {name for names in CALLS.values() for name in names.split(", ")} <= {*TOOL_PARSERS, ""}
     written = {row.split()[1] for row in read_released(TABLE) if "both ways, " in row}
     assert written - set(CHANGES) <= NEED_MUP
