@@ -89,7 +89,7 @@ _OWN = {
     "A": LayerKind(
         "lightning attention",
         _MIXERS + "lightning_attention:LightningAttentionMixer",
-        (DeltaRuleFields, LightningAttentionFields),
+        (PositionFields, DeltaRuleFields, LightningAttentionFields),
         *_AS_ATTENTION,
     ),
     "U": LayerKind(

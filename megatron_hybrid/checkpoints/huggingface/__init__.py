@@ -10,6 +10,7 @@ from megatron_hybrid.utils.registry import Registry, check_class
 
 _OWN = {
     "bailing_hybrid": "bailing_hybrid:BailingHybrid",
+    "bailing_moe_linear": "bailing_linear:BailingLinear",
     "bamba": "bamba:Bamba",
     "cohere2": "cohere2:Cohere2",
     "deepseek_v3": "deepseek_v3:DeepseekV3",

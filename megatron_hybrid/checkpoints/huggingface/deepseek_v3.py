@@ -20,6 +20,8 @@ class DeepseekV3(Adapter):
     model_types = ("deepseek_v3", "kimi_k2")
     mixer = "+"
     """Symbol of an attention layer."""
+    has_partial_rotary = False
+    """Whether there is a `partial_rotary_factor`, of layers of other kinds."""
     names = TensorNames(
         {
             "+": ("self_attn", tensors.latent_attention),
@@ -36,7 +38,7 @@ class DeepseekV3(Adapter):
         found = {
             **fields.model(hf),
             **fields.latent_attention(hf),
-            **fields.rotary(hf),
+            **fields.rotary(hf, partial=self.has_partial_rotary),
             "rotary_interleaved": hf.get("rope_interleave", True),
             "layer_pattern": "".join(mixer + mlp for mixer, mlp in zip(mixers, mlps)),
             "ffn_hidden_size": fields.required(hf, "intermediate_size"),

@@ -11,13 +11,19 @@ from megatron_hybrid.checkpoints.huggingface.layouts import chained, grouped, jo
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 
-def _attention(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+def joined_qkv(config: HybridConfig, ours: str, qkv: str, output: str) -> Iterator[TensorMap]:
+    """Attention whose queries, keys and values are one projection. qkv, output: what they call the
+    projections."""
     heads, groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
     parts = joined((heads * width, groups * width, groups * width))
     rows = grouped((heads // groups * width, width, width), groups)
     layout = chained(parts.inverse, rows)
-    yield same(f"{ours}.linear_qkv.weight", f"{theirs}.qkv_proj.weight", layout)
-    yield same(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight")
+    yield same(f"{ours}.linear_qkv.weight", f"{qkv}.weight", layout)
+    yield same(f"{ours}.linear_proj.weight", f"{output}.weight")
+
+
+def _attention(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    return joined_qkv(config, ours, f"{theirs}.qkv_proj", f"{theirs}.o_proj")
 
 
 def joined_mlp(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:

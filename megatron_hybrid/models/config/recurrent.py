@@ -253,9 +253,29 @@ class LightningAttentionFields(LayerFields):
     lightning_decay_factor: Annotated[float, Range(ge=0)] = 1.0
     """f: head h of H of a lightning attention layer decays by exp(-f 2^(-8 h / H)) per token."""
 
+    lightning_rope: bool = False
+    """Norm queries and keys of a lightning attention layer by head, turn them by RoPE and scale
+    scores by linear_key_head_dim^-0.5, in the place of SiLU over queries, keys and values."""
+
+    lightning_norm_groups: Annotated[int, Range(ge=1)] = 1
+    """Groups of channels of a lightning attention layer's output norm."""
+
     def check(self) -> None:
         """See `FieldGroup.check`. It comes after that of `DeltaRuleFields`."""
         self._require_divisible("linear_num_key_heads")
+        if self.linear_num_key_heads % self.lightning_norm_groups:
+            raise ValueError(
+                f"linear_num_key_heads is {self.linear_num_key_heads}, not a multiple of "
+                f"lightning_norm_groups={self.lightning_norm_groups}. Groups have as many heads."
+            )
+        self._require_divisible_or_copied("lightning_norm_groups")
+        turned = int(self.linear_key_head_dim * self.rotary_percent)
+        is_turned = self.lightning_rope and self.position_embedding_type == "rope"
+        if is_turned and (turned % 2 or not turned):
+            raise ValueError(
+                f"RoPE turns {turned} of linear_key_head_dim={self.linear_key_head_dim} dimensions "
+                f"(rotary_percent={self.rotary_percent}); it needs an even number of 2 or more."
+            )
 
 
 @dataclass

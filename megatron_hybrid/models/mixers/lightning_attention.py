@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,6 +13,9 @@ from megatron_hybrid.models.mixers.base import MixerPlace, StateTensor
 from megatron_hybrid.models.mixers.gated_norm import GatedGroupNorm
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.recurrent import RecurrentMixer
+from megatron_hybrid.models.mixers.rotary import build_rotary
+from megatron_hybrid.models.norms import LocalNorm
+from megatron_hybrid.models.sharding.collectives import sum_gradient_over_ranks
 from megatron_hybrid.ops import activate, ssd_scan
 
 
@@ -18,7 +23,8 @@ class LightningAttentionMixer(RecurrentMixer):
     """S_t = d S_{t-1} + v_t (x) k_t,  o_t = S_t q_t,  normed over all heads, then gated.
 
     Head h of H decays by d = exp(-f 2^(-8 h / H)), h from 1; f is `lightning_decay_factor`. This is
-    Mamba-2's scan with time steps of 1, and keys and queries of each head.
+    Mamba-2's scan with time steps of 1, and keys and queries of each head. With `lightning_rope`
+    queries and keys are those of attention: normed, turned and scaled.
     """
 
     recompute_name = "lightning_attention"
@@ -37,7 +43,7 @@ class LightningAttentionMixer(RecurrentMixer):
         self.register_buffer("A_H", A_H, persistent=False)
         self.norm = GatedGroupNorm(
             values,
-            values,
+            values // config.lightning_norm_groups,
             tp,
             eps=config.linear_norm_epsilon or config.layernorm_epsilon,
             dtype=config.params_dtype,
@@ -45,6 +51,20 @@ class LightningAttentionMixer(RecurrentMixer):
             activation="sigmoid",
         )
         self.out_proj = self._build_output(values)
+        self.rotary = None
+        if config.lightning_rope:
+            key_dim = config.linear_key_head_dim
+            self.rotary = build_rotary(config, int(key_dim * config.rotary_percent))
+            self.q_norm, self.k_norm = (self._head_norm(key_dim) for _ in range(2))
+
+    def _head_norm(self, size: int) -> LocalNorm:
+        """A norm of each head, which sees all rows of the heads of this rank."""
+        config = copy(self.config)
+        config.sequence_parallel = False
+        norm = LocalNorm(config, size, config.layernorm_epsilon)
+        for parameter in norm.parameters():
+            sum_gradient_over_ranks(parameter, self.pg_collection.tp)
+        return norm
 
     def recurrent_states(self) -> tuple[StateTensor, ...]:
         """[H, P, N]."""
@@ -57,10 +77,18 @@ class LightningAttentionMixer(RecurrentMixer):
         """[T, hidden] -> (output [T, hidden], bias or None)."""
         projected, _ = self.in_proj(hidden_Th)
         z, qkv = projected.split([self.split_sizes[0], sum(self.split_sizes[1:])], -1)
+        if not self.config.lightning_rope:
+            qkv = activate(qkv, F.silu)
         q_THN, k_THN, v_THP = (
-            part.unflatten(-1, (self.num_heads, -1))
-            for part in activate(qkv, F.silu).split(self.split_sizes[1:], -1)
+            part.unflatten(-1, (self.num_heads, -1)) for part in qkv.split(self.split_sizes[1:], -1)
         )
+        if self.config.lightning_rope:
+            q_THN, k_THN = self.q_norm(q_THN), self.k_norm(k_THN)
+            if self.rotary is not None:
+                positions_T, layout = context.token_positions(), context.ragged_layout()
+                cos_sin = self.rotary.cos_sin_of_batch(layout, positions_T, q_THN.dtype)
+                q_THN, k_THN = (self.rotary.rotate(x, cos_sin) for x in (q_THN, k_THN))
+            q_THN = q_THN * q_THN.shape[-1] ** -0.5
         o_THP = ssd_scan(
             v_THP,
             self.A_H.new_ones(v_THP.shape[:2]),

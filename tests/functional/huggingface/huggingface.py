@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import bailing_linear  # noqa: F401
 import puzzle  # noqa: F401
 import torch
 from matrix import matrix_rows

@@ -26,6 +26,7 @@ KEPT = {
         *("gate.weight", "gate.expert_bias", "attention.A_log", "attention.dt_bias"),
         *(f"{each}_conv1d.weight" for each in "qkv"),
     },
+    "bailing_moe_linear": {"gate.weight", "gate.expert_bias"},
     "deepseek_v3": _ROUTER,
     "deepseek_v3_tied": _ROUTER,
     "ernie4_5_moe": {"gate.weight", "moe_statics.e_score_correction_bias"},

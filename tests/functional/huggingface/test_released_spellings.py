@@ -5,6 +5,7 @@ from math import log
 
 import pytest
 import torch
+from bailing_linear import BailingMoeV2_5ForCausalLM, LingConfig
 from huggingface import Reference, build, read_values
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -56,6 +57,23 @@ def test_what_transformers_knows_by_another_name(name, released, more, tmp_path)
     model, _ = mh.load_pretrained(tmp_path)
     tokens = torch.arange(3, 60)[None]
     torch.testing.assert_close(model(tokens), Reference(theirs).logits(tokens), atol=1e-4, rtol=0)
+
+
+def test_ling_2_5_has_lightning_attention_and_latent_attention(tmp_path):
+    """Its model_type is that of Ling 3."""
+    sizes = dict(q_lora_rank=28, kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8)
+    values = read_values("bailing_moe_linear") | sizes | {"v_head_dim": 18}
+    values |= {"model_type": "bailing_hybrid", "num_key_value_heads": 4}
+    torch.manual_seed(0)
+    theirs = BailingMoeV2_5ForCausalLM(LingConfig(**values)).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.08)
+    theirs.save_pretrained(tmp_path)
+    model, _ = mh.load_pretrained(tmp_path)
+    assert model.config.layer_pattern == "A-+EAE+-+E"
+    tokens = torch.arange(3, 60)[None]
+    torch.testing.assert_close(model(tokens), Reference(theirs).logits(tokens), atol=1e-5, rtol=0)
 
 
 KIMI = {
@@ -126,7 +144,8 @@ WINDOW = [{"block_type": "attention", "sliding_window": 64}]
         ("nemotron_h_puzzle", {"block_configs": ["moe"]}, r"block_configs\[0\]='moe'; supported"),
         ("nemotron_h_puzzle", {"block_configs": INDEXED}, r"\[0\]={.*'q_indexer_top_k': 8}; supp"),
         ("nemotron_h_puzzle", {"block_configs": WINDOW}, "sliding_window=64; only None is"),
-        ("bailing_hybrid", {"architectures": ["BailingMoeV2_5ForCausalLM"]}, "only Ling 3 is"),
+        ("bailing_moe_linear", {"use_qk_norm": False}, "use_qk_norm=False; only True is"),
+        ("bailing_moe_linear", {"num_attention_heads": 6}, "num_attention_heads=6, which is no"),
         ("gemma2", {"model_type": "paligemma"}, "'paligemma', which no adapter reads"),
     ],
 )

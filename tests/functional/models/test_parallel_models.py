@@ -69,7 +69,7 @@ ALL_BUT_FEW = small_config(
 )
 # The other layer kinds and options.
 THE_OTHERS = small_config(
-    "LH-P*BW*QRK+US",
+    "LH-P*BW*QRK+USA",
     share_embeddings_and_output_weights=True,
     attention_chunk_size=9,
     norm_placement="sandwich",
@@ -83,6 +83,7 @@ THE_OTHERS = small_config(
         "K": {"kda_low_rank_gates": False, "kda_decay_bound": -5.0, "kda_fp32_conv": True},
         "+": {"latent_output_gate": True},
         "Q": {"attention_output_bias": True},
+        "A": {"lightning_rope": True, "lightning_norm_groups": 2, "rotary_percent": 0.5},
         "8": {"kv_source_layer": 5},
     },
     mamba_gated_norm="norm_first",

@@ -25,6 +25,16 @@ REFUSED = {
     "K": [
         ({"linear_num_key_heads": 3, "tensor_model_parallel_size": 2}, "linear_num_key_heads"),
     ],
+    "A": [
+        (
+            {"lightning_norm_groups": 3},
+            "not a multiple of lightning_norm_groups=3",
+        ),
+        (
+            {"lightning_rope": True, "rotary_percent": 0.07},
+            "RoPE turns 1 of linear_key_head_dim",
+        ),
+    ],
     "U": [
         ({"lru_num_blocks": 5}, "lru_width is 48, not a multiple of lru_num_blocks=5"),
         ({"tensor_model_parallel_size": 2}, "lru_num_blocks is 1, which does not divide evenly"),
