@@ -90,7 +90,9 @@ class Adapter(ABC):
             raise ValueError(
                 f"config.json has text_config={found!r}, where its language model goes"
             )
-        defaults = {"model_type": self.model_types[0], "tie_word_embeddings": self.composite_tied}
+        defaults: dict[str, Any] = {"model_type": self.model_types[0]}
+        if hf["model_type"] in self.composite_types:  # in others the language model's default holds
+            defaults["tie_word_embeddings"] = self.composite_tied
         text = {**defaults, **text}
         if text["model_type"] not in self.model_types:
             raise ValueError(

@@ -75,6 +75,15 @@ def rename(folder):
     save_file(other, path, {"format": "pt"})
 
 
+def leave_out_ties(folder):
+    """As LFM2.5-VL is published: whether embeddings are tied follows from the language model."""
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    for part in (values, values["text_config"]):
+        del part["tie_word_embeddings"]
+    path.write_text(json.dumps(values))
+
+
 def stack_experts(folder):
     """The experts of a layer in two tensors, as in the released folders."""
     path = folder / "model.safetensors"
@@ -111,6 +120,7 @@ def save(theirs, folder):
         ("llama4", rename, {}),
         ("qwen3_5", None, {"tie_word_embeddings": True}),
         ("qwen3_5_moe", stack_experts, {}),
+        ("lfm2_vl", leave_out_ties, {}),
         *((name, rename if name == "kimi_k25" else None, {}) for name in OTHERS),
     ],
 )
