@@ -65,6 +65,8 @@ _OWN = {
     "qwen3_next": "qwen3_next:Qwen3Next",
     "mimo": "qwen:Qwen2",
     "qwen2": "qwen:Qwen2",
+    "qwen2_5_vl_text": "qwen:Qwen2",
+    "qwen2_5_vl": "qwen:Qwen2",
     "qwen2_moe": "qwen:Qwen2Moe",
     "qwen3": "qwen:Qwen3",
     "qwen3_vl_text": "qwen:Qwen3",

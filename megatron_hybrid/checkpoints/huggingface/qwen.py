@@ -7,7 +7,13 @@ from functools import partial
 from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface import fields, tensors
-from megatron_hybrid.checkpoints.huggingface.base import Adapter, Shapes, TensorMap, TensorNames
+from megatron_hybrid.checkpoints.huggingface.base import (
+    Adapter,
+    Shapes,
+    TensorMap,
+    TensorNames,
+    language_part,
+)
 from megatron_hybrid.checkpoints.huggingface.layouts import same, transposed
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
@@ -30,12 +36,25 @@ def _mixers(hf: Mapping[str, Any]) -> str | None:
 
 
 class Qwen2(Adapter):
-    """`Qwen2ForCausalLM`, with an MTP head that is not read `MiMoForCausalLM`: biases in the
-    projections of queries, keys and values."""
+    """`Qwen2ForCausalLM`, also in `Qwen2_5_VLForConditionalGeneration`, and with an MTP head that
+    is not read `MiMoForCausalLM`: biases in the projections of queries, keys and values."""
 
-    model_types = ("qwen2", "mimo")
+    model_types = ("qwen2", "mimo", "qwen2_5_vl_text")
+    composite_types = ("qwen2_5_vl",)
     names = TensorNames(tensors.TRANSFORMER)
-    ignored = (r"model\.mtp_layers\..*",)
+    ignored = (r"model\.mtp_layers\..*", r"(model\.)?visual\..*")
+
+    def text_config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Adapter.text_config`; older files have no object of the language model alone."""
+        if hf["model_type"] not in self.composite_types:
+            return super().text_config(hf)
+        part = language_part(hf) or {
+            key: hf[key] for key in hf.keys() - {"architectures", "vision_config"}
+        }
+        part = {**part, "model_type": self.model_types[0]}
+        if (part.get("rope_scaling") or {}).get("type") == "mrope":  # of a text it is plain RoPE
+            del part["rope_scaling"]
+        return super().text_config({**hf, "text_config": part})
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         hf = _with_window(hf, num_key_value_heads=32)

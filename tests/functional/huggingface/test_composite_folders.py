@@ -45,9 +45,9 @@ COMPOSITES = {
     },
 }
 DEEP = {"vision_config": {**QWEN["vision_config"], "deepstack_visual_indexes": [0]}}
-IN_QWEN3 = {"qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
-"""Composites of Qwen 3 -> the architecture that is written."""
-COMPOSITES |= dict.fromkeys(IN_QWEN3, DEEP)
+IN_QWEN = {"qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe", "qwen2_5_vl": "qwen2"}
+"""Composites of Qwen -> the architecture that is written."""
+COMPOSITES |= dict.fromkeys(IN_QWEN, DEEP)
 OTHERS = {"lfm2_vl": "lfm2", "smolvlm": "llama", "llava": "llama", "kimi_k25": "deepseek_v3"}
 """Models whose language model alone is known, and the architecture of that."""
 
@@ -73,6 +73,21 @@ def rename(folder):
     }
     assert other.keys() != tensors.keys()
     save_file(other, path, {"format": "pt"})
+
+
+def flatten(folder):
+    """As Qwen2.5-VL is published: in names of before, and with one object for all."""
+    config, path = folder / "config.json", folder / "model.safetensors"
+    values = json.loads(config.read_text())
+    text = values.pop("text_config")
+    rope = {"rope_theta": text.pop("rope_parameters")["rope_theta"]}
+    rope["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 1, 1]}
+    config.write_text(json.dumps({**text, **values, **rope}))
+    older = {"model.language_model.": "model.", "model.visual.": "visual."}
+    tensors = load_file(path)
+    for new, old in older.items():
+        tensors = {n.replace(new, old): tensor for n, tensor in tensors.items()}
+    save_file(tensors, path, {"format": "pt"})
 
 
 def leave_out_ties(folder):
@@ -121,13 +136,16 @@ def save(theirs, folder):
         ("qwen3_5", None, {"tie_word_embeddings": True}),
         ("qwen3_5_moe", stack_experts, {}),
         ("lfm2_vl", leave_out_ties, {}),
+        ("qwen2_5_vl", flatten, {}),
         *((name, rename if name == "kimi_k25" else None, {}) for name in OTHERS),
     ],
 )
 def test_language_model_inside_another(tmp_path, caplog, name, change, values):
     # As a part, transformers' Gemma 3 does not cap its logits; released ones have no cap.
-    text = read_values({**OTHERS, **IN_QWEN3}.get(name, name))
+    text = read_values({**OTHERS, **IN_QWEN}.get(name, name))
     text |= {"final_logit_softcapping": None} if name == "gemma3" else {}
+    if name == "qwen2_5_vl":
+        text["rope_parameters"] = {**text["rope_parameters"], "mrope_section": [2, 2, 2]}
     parts = COMPOSITES.get(name, {"vision_config": TOWER})
     config = AutoConfig.for_model(name, text_config=text, **parts, **values)
     torch.manual_seed(0)
@@ -149,7 +167,7 @@ def test_language_model_inside_another(tmp_path, caplog, name, change, values):
 
     save_huggingface(model, tmp_path / "text")
     written = json.loads((tmp_path / "text" / "config.json").read_text())
-    assert written["model_type"] == IN_QWEN3.get(name, config.text_config.model_type)
+    assert written["model_type"] == IN_QWEN.get(name, config.text_config.model_type)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "text", attn_implementation="eager")
     with torch.no_grad():
         logits = again.eval()(tokens, use_cache=False).logits
