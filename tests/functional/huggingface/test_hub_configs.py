@@ -234,6 +234,14 @@ def test_models_with_packed_weights_compute_in_bfloat16(name, tmp_path):
     assert read_config(tmp_path).params_dtype == torch.bfloat16
 
 
+def test_an_older_folder_of_modelopt_leaves_out_its_name(tmp_path):
+    values = read("qwen3_30b_a3b")
+    values["quantization_config"] = {"quant_algo": "FP8", "producer": {"name": "modelopt"}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert read_config(tmp_path).params_dtype == torch.bfloat16
+    assert plan(read_model_config(tmp_path), 10**13, 8192).quantization == "modelopt"
+
+
 @pytest.mark.parametrize("part", [None, "text_config"])
 def test_quantized_weights_of_a_composite_model_are_refused(part, tmp_path):
     values = read("llama_4_scout")
