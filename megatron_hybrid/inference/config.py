@@ -107,6 +107,11 @@ class InferenceConfig:
     A forward that cannot be captured runs without a graph, and the log says why. Steps with a part
     of a prompt always run without a graph."""
 
+    async_scheduling: bool = False
+    """Plan and launch a step of decodes while the device runs the step before, whose tokens it takes
+    on the device. Other steps wait for the tokens: with a part of a prompt, drafts, states to save,
+    pipeline stages. Answers are the same."""
+
     warm_up: bool = True
     """On a CUDA device, run steps without a request before the first request, so that no request
     waits for kernels to be compiled, loaded and tuned. These steps leave nothing else behind. A CPU

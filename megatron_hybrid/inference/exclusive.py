@@ -28,6 +28,8 @@ class CallGuard:
         self.is_stepping = self.is_suspended = self.is_closed = False
         self.reads_pairs = False
         """Whether `load_weights` runs code of the caller: the iterator of its pairs."""
+        self.settle: Callable[[], None] = lambda: None
+        """Waits for a step that was launched ahead: before all calls that change what it reads."""
 
     def refuse_inside_step(self, name: str) -> None:
         """Raise EngineBusyError inside of a step, or as `refuse_inside_load`."""

@@ -56,6 +56,7 @@ class Inspection:
             "hit_rate": cached["skipped_tokens"] / max(1, cached["prompt_tokens"]),
             **cached,
             "steps": self._steps.num_steps,
+            "steps_ahead": self._steps.num_ahead,
             "forward_tokens": scheduler.num_forward_tokens,
             "prefill_tokens": scheduler.num_prefill_tokens,
             "generation_tokens": self._live.meter.num_generated,

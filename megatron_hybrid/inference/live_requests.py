@@ -171,6 +171,7 @@ class LiveRequests:
         return [self._output.take(sample) for sample in unanswered]
 
     def _cancel(self, request: Request) -> None:
+        self._guard.settle()
         with ExitStack() as ends:  # all of them, even if one raises
             ends.callback(self._move_between_steps)
             for sample in reversed(request.samples):

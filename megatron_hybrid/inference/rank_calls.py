@@ -29,6 +29,7 @@ def on_all_ranks(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate
     @exclusive
     @wraps(method)
     def call(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        self._guard.settle()
         if self._ranks.size == 1:
             return method(self, *args, **kwargs)
         # Ctrl-C on one rank must not leave an exchange that the others are in.

@@ -277,6 +277,11 @@ class Draw:
         needs_data = self.answer_tokens is not None or self.allowed is not None
         return bool(needs_data or self.params.logit_bias or self.banned)
 
+    @property
+    def may_draw_again(self) -> bool:
+        """Whether `top_p` may keep more tokens than are first looked at."""
+        return 0 < self.params.top_p < 1 and not self.params.top_k
+
 
 DRAW_AGAIN, NOT_FINITE, RULED_OUT, NOT_DRAWN = -1, -2, -3, -4
 """Values in place of a token: `top_p` keeps more than the candidates; the model's logits have a NaN

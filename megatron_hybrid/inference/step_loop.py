@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -15,7 +16,9 @@ from megatron_hybrid.inference.metrics.prometheus import Stats
 from megatron_hybrid.inference.rank_checks import check_equal_decisions
 from megatron_hybrid.inference.requests.request import Request, RequestOutput
 from megatron_hybrid.inference.scheduling.scheduler import RestoreFailedError
+from megatron_hybrid.inference.scheduling.step_plan import StepPlan
 from megatron_hybrid.inference.weights.updates import WeightsUnfinishedError
+from megatron_hybrid.inference.worker.model_runner import Launched
 from megatron_hybrid.utils import out_of_memory
 from megatron_hybrid.utils.interrupts import defer_sigint
 
@@ -33,9 +36,18 @@ class StepLoop:
         self._guard, self._control, self._ranks = parts.guard, parts.control, parts.ranks
         self._scheduler, self._runner = parts.scheduler, parts.runner
         self._activity = ActivityLog()
+        self._launched: Launched | None = None  # the step that was launched ahead
+        parts.guard.settle = self.settle
         self._failed: list[Request] | None = None  # to cancel after a step that raised
         self._num_decided_by_memory = out_of_memory.num_decided_by_memory
+        self._runs_ahead = (
+            parts.config.async_scheduling
+            and parts.model.pg_collection.pp.size() == 1  # one stage alone knows the tokens
+            and self._scheduler.draft_planner.drafts is None
+        )
         self.num_steps = 0
+        self.num_ahead = 0
+        """Steps that were launched before the tokens of the step before were known."""
         self.peak_pages_in_use = 0
 
     @exclusive
@@ -58,23 +70,38 @@ class StepLoop:
             self._activity.write(self._stats(), began)
         with defer_sigint(), self._control.inside("step()"):
             self._control.note("step()")
-            self._guard.is_stepping = True
-            try:
-                self._check_decisions()  # those of calls since the last step
+            with self._stepping():
                 self._run()
-                self._check_decisions()
-            except BaseException as error:
-                self._failed = self._scheduler.fail()
-                if not isinstance(error, RestoreFailedError):  # which all ranks raise
-                    self._control.report(error)
-                raise
-            finally:
-                self._guard.is_stepping = False
-                self._make_outputs()
         self._activity.until = ended = time.perf_counter()
         if self.num_steps > num_steps:
             self._live.meter.step.observe(ended - began)
         return self._live.take_outputs()
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Context of a step, or of its end: an error rolls back what runs."""
+        self._guard.is_stepping = True
+        try:
+            self._check_decisions()  # those of calls since the last step
+            yield
+            self._check_decisions()
+        except BaseException as error:
+            self._launched = None
+            self._failed = self._scheduler.fail()
+            if not isinstance(error, RestoreFailedError):  # which all ranks raise
+                self._control.report(error)
+            raise
+        finally:
+            self._guard.is_stepping = False
+            self._make_outputs()
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Wait for the step that was launched ahead, before a call that changes what it reads. The
+        next step returns its outputs."""
+        if self._launched is not None and not self._guard.is_stepping:
+            with self._stepping():
+                self._end_launched()
 
     def follow_step(self, weights_changed: bool) -> None:
         """Run the step that the leading rank runs. weights_changed: on that rank."""
@@ -112,27 +139,64 @@ class StepLoop:
             raise
 
     def _run(self) -> None:
+        if self._live.abandoned:
+            self._end_launched()
         if self._begin():
+            self._end_launched()  # of the weights before
+            self._make_outputs()
             self._parts.epochs.begin_unsaid()
+        if self._launched is None:
+            plan = self._plan()
+            if plan is None:
+                return
+            self._launched = self._runner.launch(plan)
+        self._end_launched(goes_on=self._runs_ahead)
+
+    def _plan(self) -> StepPlan | None:
+        """None: there is nothing to do, or the step waits for the tiers."""
         scheduler, fetches = self._scheduler, self._parts.offload.fetches
         had_fetches = fetches.is_busy
-        plan = scheduler.schedule()
-        if not plan:
-            if fetches.is_busy:
-                fetches.wait()
-            elif scheduler.waiting and not had_fetches:  # else they may have held the room
-                raise RuntimeError(
-                    f"{len(scheduler.waiting)} requests wait and none can run: this is a bug "
-                    "in the scheduler, please report it"
-                )
-            return
+        if plan := scheduler.schedule():
+            self._note(plan)
+            return plan
+        if fetches.is_busy:
+            fetches.wait()
+        elif scheduler.waiting and not had_fetches:  # else they may have held the room
+            raise RuntimeError(
+                f"{len(scheduler.waiting)} requests wait and none can run: this is a bug "
+                "in the scheduler, please report it"
+            )
+        return None
+
+    def _note(self, plan: StepPlan) -> None:
         self.num_steps += 1
         pages = self._parts.cache.allocator
         in_use = pages.num_pages - 1 - pages.num_free - pages.num_evictable
         self.peak_pages_in_use = max(self.peak_pages_in_use, in_use)
         if self._parts.config.verify_ranks:
-            check_equal_decisions(self._ranks, self.num_steps, scheduler, plan)
-        result = self._runner.run(plan)
+            check_equal_decisions(self._ranks, self.num_steps, self._scheduler, plan)
+
+    def _end_launched(self, goes_on: bool = False) -> None:
+        """Wait for the tokens of the step that is launched, if one is, and answer by them. goes_on:
+        launch the next one before, where it does not depend on them."""
+        launched, self._launched = self._launched, None
+        if launched is None:
+            return
+        scheduler, ahead = self._scheduler, None
+        if goes_on and (plan := scheduler.schedule_ahead(launched.plan)):
+            self._note(plan)
+            ahead = self._runner.launch_ahead(plan, launched)
+            self.num_ahead += 1
+        self._answer(launched)
+        if ahead is not None:
+            scheduler.let_draw(ahead.plan)
+            self._runner.queue_draws(ahead)
+            self._launched = ahead
+
+    def _answer(self, launched: Launched) -> None:
+        scheduler, plan = self._scheduler, launched.plan
+        result = self._runner.collect(launched)
+        scheduler.drop_void(result)
         gained = scheduler.accept(result.accepted, self._live.append) if result.accepted else []
         owners = scheduler.complete(result)
         if any(work.draft_draws for work in plan.work):

@@ -68,6 +68,7 @@ class WeightCalls:
 
     def load_pairs(self, pairs: Pairs) -> None:
         """Load weights on this rank, when all ranks know of it."""
+        self._guard.settle()
         control = self._control
         control.note("load_weights()")
         with control.inside("load_weights()"):

@@ -63,6 +63,9 @@ class LogitsRecorder:
     ) -> None:
         end = 0
         for work in plan.work:
+            if work.source >= 0 and not work.draws:  # launched ahead of its request's end
+                end += work.num_logits
+                continue
             for position in range(work.end - work.num_logits, work.end):
                 self.rows.append(
                     (requests[work.request_id], position, logits_nV[end].clone().cpu())
@@ -165,6 +168,7 @@ class RandomRun(RandomDraws):
         patterns: half of the layer patterns come from these, the others are random.
         crowded: many requests in a pool for one, so that they preempt each other.
         tiers: with host memory, a disk, or both below the pool.
+        ahead: with decodes that are launched before the tokens before them are known.
         device: of the model.
     """
 
@@ -175,6 +179,7 @@ class RandomRun(RandomDraws):
     patterns: tuple[str, ...] = PATTERNS
     crowded: bool = False
     tiers: bool = False
+    ahead: bool = False
     device: str = "cpu"
     requests: list[Request] = field(default_factory=list)
 
@@ -239,6 +244,7 @@ class RandomRun(RandomDraws):
             "max_tokens": int(self._choose([1, 7, 16, 33, 64, 200, 512])),
             "max_requests": 8 if self.crowded else int(self._choose([1, 2, 4, 8])),
             "max_sequence_length": longest,
+            "async_scheduling": self.ahead,
         }
         spec = tiny_engine(self.model, **fields, cache_bytes=64 << 20).cache.spec
         if self.crowded or self._chance(0.6):

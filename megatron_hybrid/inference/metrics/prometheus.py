@@ -34,6 +34,7 @@ COUNTERS = {
     "tokens_forgotten": "Tokens that the index no longer knows.",
     "steps": "Steps that had work, with a forward pass or without.",
     "graph_steps": "Steps that replayed a CUDA graph.",
+    "steps_ahead": "Steps that were launched before the tokens of the step before were known.",
     "forward_tokens": "Tokens that were computed, of prompts and of answers.",
     "prefill_tokens": "Computed tokens of prefills: of prompts, and of answers that were computed "
     "again.",

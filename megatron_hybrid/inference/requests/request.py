@@ -380,6 +380,12 @@ class Request:
         return token in self.stop_ids and not self._stops_are_text
 
     @property
+    def dropped_stops(self) -> tuple[int, ...]:
+        """Tokens that end the answer and are no part of it."""
+        is_kept = self.params.detokenize_stop_sequence or self._stops_are_text
+        return () if is_kept else tuple(self.stop_ids)
+
+    @property
     def _stops_are_text(self) -> bool:
         return self.matcher is not None and self.matcher.stops_are_text
 

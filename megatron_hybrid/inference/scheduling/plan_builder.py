@@ -21,6 +21,9 @@ from megatron_hybrid.inference.scheduling.step_plan import (
 )
 
 
+_UNKNOWN = np.zeros(1, np.int32)
+
+
 @dataclass
 class Chunk:
     """Tokens [start, end) of a request that the next step computes."""
@@ -37,6 +40,8 @@ class Chunk:
     has_ended: bool = False
     """The last of them has ended the answer."""
     reservations: list[Reservation] = field(default_factory=list)
+    source: int = -1
+    """As `Work.source`: its only token is not known yet."""
 
     @property
     def last(self) -> int:
@@ -65,7 +70,10 @@ class Chunk:
         )
         if request.adapter is not None:
             work.adapter_slot = request.adapter.slot
-        if self.draws:
+        if self.source >= 0:  # its draw follows when its token is known
+            work.tokens, work.num_logits = _UNKNOWN, 1
+            work.source, work.stops = self.source, request.dropped_stops
+        elif self.draws:
             work.num_logits, work.draws = 1 + len(self.draft_draws), draws_of(request)
             work.draft_draws = self.draft_draws
         if request.prompt_needs_logits:

@@ -28,6 +28,7 @@ from megatron_hybrid.inference.scheduling.plan_builder import (
     Chunk,
     PlanBuilder,
     copies_of,
+    draws_of,
     tables_of,
 )
 from megatron_hybrid.inference.scheduling.short_prompts import ShortPrompts
@@ -103,6 +104,8 @@ class Scheduler:
         self.free_slots = list(range(max_requests - 1, -1, -1))
         self._builder = PlanBuilder()  # of the current plan
         self._next = PlanBuilder()  # of the next plan
+        self._ahead: PlanBuilder | None = None  # of a plan that is launched before the current ends
+        self._known_waiting: tuple[int, int] | None = None  # see `schedule_ahead`
         self._admitting: Request | None = None
         self._suspects: dict[Request, None] = {}  # of what made steps fail
         self.num_preemptions = 0
@@ -141,6 +144,7 @@ class Scheduler:
         for request in sorted(prefills, key=lambda r: r not in short):
             self._plan_work(builder, request)
         blocked, num_coming, last_priority = self._tests_a_suspect(), 0, math.inf
+        num_prefix_waits = self.num_prefix_waits
         for request in list(islice(self.waiting, self.max_waiting_looked_at)):
             self._admitting = request
             builder.kept.pop(request, None)
@@ -167,12 +171,74 @@ class Scheduler:
                 tokens = request.tokens[: request.num_tokens]
                 self.cache.expected.add(request.request_id, tokens, request.salt)
         self._admitting, builder.kept = None, {}
+        is_blocked = self._budget(builder) > 0 and self.num_prefix_waits == num_prefix_waits
+        is_blocked = is_blocked and not self.fetches.tiers
+        self._known_waiting = (len(self.waiting), len(self.running)) if is_blocked else None
         self._short_prompts.leave_rest(builder, self._budget(builder))
         self.fetches.poll()
         self._states.reserve(builder)
         if lengths:
             self.draft_planner.plan(builder, lengths, num_decodes, self._budget(builder))
         return builder.plan(self.fetches.take_loads())
+
+    def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """Plan the step after `plan`, the current one, while it runs: each decode goes on by the
+        token that it draws. The plan has no draws yet; `let_draw` follows when that token is known.
+
+        None: what comes next depends on the current step, or is more than decodes: a part of a
+        prompt, moves, drafts, a state to save, a request that may start, pages that are not there.
+        """
+        chunks, waits = self._builder.chunks, bool(self.waiting)
+        if waits and self._known_waiting != (len(self.waiting), len(self.running)):
+            return None
+        if self._suspects or self.fetches.is_busy or plan.has_moves or plan.ready:
+            return None
+        sources = {owner: number for number, (owner, _) in enumerate(plan.draws())}
+        ahead = PlanBuilder()
+        for chunk in chunks:
+            request, end = chunk.request, chunk.end + 1
+            if request.status is RequestStatus.CLOSING:
+                continue
+            if not chunk.draws or chunk.draft_draws or request.siblings:
+                return None
+            if request.prompt_needs_logits or not self._can_go_on(request, end):
+                return None
+            # An answer that ends by its length needs one more row, for its last state alone.
+            left = request.params.num_tokens_to_generate - request.num_generated
+            if left > 1 or (left == 1 and self.cache.mode == "restore"):
+                source = sources[request.request_id]
+                ahead.add(Chunk(request, end - 1, end, draws=False, source=source))
+        if not ahead.chunks:
+            return None
+        self._ahead = ahead
+        return ahead.plan({})
+
+    def _can_go_on(self, request: Request, end: int) -> bool:
+        """Return whether there is room for a decode's token before `end`, after which no state is
+        to be saved."""
+        positions = self.cache.positions_to_save(request.lease, end)
+        return max(positions, default=0) < end and self.cache.extend(request.lease, end)
+
+    def drop_void(self, result: StepResult) -> None:
+        """Take rows out of the step ahead that have nothing to compute: their requests have ended
+        before, or their tokens were drawn again. result: of the current step."""
+        if self._ahead is not None:
+            self._ahead.chunks = [
+                chunk
+                for chunk in self._ahead.chunks
+                if (token := result.sampled[chunk.request.request_id].token) >= 0
+                and chunk.request.request_id not in result.again
+                and token not in chunk.request.dropped_stops
+            ]
+
+    def let_draw(self, plan: StepPlan) -> None:
+        """Give a plan of `schedule_ahead` its draws, and make it the current one."""
+        self._builder, self._ahead = self._ahead, None
+        works = {work.request_id: work for work in plan.work}
+        for chunk in self._builder.chunks:
+            if not chunk.request.done:
+                chunk.draws = True
+                works[chunk.request.request_id].draws = draws_of(chunk.request)
 
     def schedule_moves(self) -> StepPlan:
         """Plan the moves due before the next step: forks of samples, and the last states of ending
@@ -381,7 +447,8 @@ class Scheduler:
             if chunk.draws:
                 request.status = RequestStatus.DECODE
             if request.status is RequestStatus.CLOSING:
-                self._retire(request)
+                # That it ends was not known when its row was planned ahead.
+                self._end(request) if chunk.source >= 0 else self._retire(request)
         for request, reservation in builder.ending.items():
             self._commit_last(request)
             self._states.publish(request, [reservation], result)
@@ -476,7 +543,7 @@ class Scheduler:
         for request in self._builder.parks:
             request.parked_tokens = 0  # the runner may have its bytes, or not
         self._next = PlanBuilder(drops=self._builder.drops + self._next.drops)
-        self._builder, self._admitting = PlanBuilder(), None
+        self._builder, self._ahead, self._admitting = PlanBuilder(), None, None
         self.fetches.abort()
         running = self.running[::-1]
         leases = [self._take_lease(request) for request in running]
@@ -499,6 +566,8 @@ class Scheduler:
         """End an answered request, once its last state is saved; its last token may need one more
         forward pass for that."""
         request.status = RequestStatus.CLOSING
+        if self._ahead is not None and any(c.request is request for c in self._ahead.chunks):
+            return  # its row computes the last token, if that is wanted or not
         if self.cache.mode != "restore" or request.num_computed == request.num_tokens:
             self._end(request)
 

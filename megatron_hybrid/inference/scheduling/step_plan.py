@@ -107,6 +107,12 @@ class Work:
     """States to save at positions in (start, end], ascending."""
     adapter_slot: int = -1
     """The slot of the request's adapter; -1: it has none."""
+    source: int = -1
+    """Of a step that was launched ahead: its token is what this draw of the step before draws, so
+    that `tokens` do not tell it yet. -1: they do."""
+    stops: tuple[int, ...] = ()
+    """Tokens that a row with a `source` does not compute, as it does none below 0: its request has
+    ended before them."""
 
     @property
     def end(self) -> int:
@@ -159,9 +165,12 @@ class StepPlan:
     ready: list[Ready] = field(default_factory=list)
     saves: list[SlotSave] = field(default_factory=list)
 
+    @property
+    def has_moves(self) -> bool:
+        return bool(self.drops or self.parks or self.loads or self.restores or self.saves)
+
     def __bool__(self) -> bool:
-        moves = self.drops or self.parks or self.loads or self.restores or self.saves
-        return bool(moves or self.work or self.ready)
+        return bool(self.has_moves or self.work or self.ready)
 
     def draws(self) -> list[tuple[int, Draw]]:
         """All draws of the step, each with its request's id, in the order of the logits."""
@@ -191,6 +200,8 @@ class StepResult:
     """Loads that lacked memory, by the key of the fetch."""
     unrestored: dict[int, str] = field(default_factory=dict)
     """Restores that lacked memory, by request id; what these requests drew and saved is void."""
+    again: set[int] = field(default_factory=set)
+    """Ids of requests whose token was drawn again, so that a step launched ahead did not have it."""
     prompt_scores: dict[int, PromptScores] = field(default_factory=dict)
     """Scores of `Work.scored`, by request id."""
     unsaved: dict[tuple[int, int], str] = field(default_factory=dict)

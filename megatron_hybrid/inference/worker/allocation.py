@@ -71,7 +71,8 @@ def allocate(model: HybridModel, config: InferenceConfig, ranks: Ranks) -> Alloc
         has_graphs = False
         if ranks.is_first:
             logger.warning("decodes run without CUDA graphs: %s", reason)
-    num_slots = config.max_requests + has_graphs  # one for rows that fill up a graph
+    # One for rows of no request: they fill up a graph, or have ended in the step before.
+    num_slots = config.max_requests + (has_graphs or config.async_scheduling)
     graphed = graph_sizes(*sizes[:2], drafts)
 
     def new_context(num_pages: int) -> DynamicInferenceContext:

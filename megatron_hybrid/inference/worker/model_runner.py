@@ -38,6 +38,7 @@ from megatron_hybrid.inference.worker.context import DynamicInferenceContext
 from megatron_hybrid.inference.worker.graph_runner import GraphRunner
 from megatron_hybrid.inference.worker.sampler import (
     NUM_CANDIDATES,
+    HostCopy,
     Scores,
     adjust,
     mark_failures,
@@ -134,11 +135,16 @@ class ModelRunner:
             "graph_steps": 0 if graphs is None else graphs.num_replays,
         }
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Execute a plan in its order. Lack of memory in the moves and saves is noted in the
-        result; in the forward and the draws it raises."""
-        result = StepResult()
+        """Execute a plan, and wait for its result."""
+        return self.collect(self.launch(plan))
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
+        """Queue all that a plan says on the device, in its order. Lack of memory in the moves and
+        saves is noted in the result; in the forward and the draws it raises."""
+        launched = Launched(plan)
+        result = launched.result
         for request_id in plan.drops:
             self._parked.pop(request_id, None)
         # Before all writes: this step may write the pages that the request had.
@@ -155,18 +161,43 @@ class ModelRunner:
                 else:
                     self._restore(restore)
         if plan.work or plan.ready:
-            logits_nV = self.forward(plan)
-            if logits_nV is not None:
-                drawn = self.sample(plan, logits_nV)
-                scores = self.score(plan, logits_nV)
+            launched.logits_nV = self.forward(plan)
+            self.queue_draws(launched)
             self._save(plan, result)
-            if logits_nV is not None:
-                self._read(plan, drawn, scores, result)
         for save in plan.saves:
             self._save_state(self.memory.slots[save.slot], save, save.request_id, result)
+        return launched
+
+    @torch.inference_mode()
+    def launch_ahead(self, plan: StepPlan, before: Launched) -> Launched:
+        """Queue the forward of the step after `before`, whose tokens are on the device alone."""
+        before.keep_logits(self.graphs is not None)
+        launched = Launched(plan)
+        launched.logits_nV = self.forward(plan)
+        return launched
+
+    @torch.inference_mode()
+    def queue_draws(self, launched: Launched) -> None:
+        """Queue the draws and scores of a step whose forward is queued, and their copy."""
+        plan, logits_nV = launched.plan, launched.logits_nV
+        if logits_nV is None:
+            return
+        drawn = launched.drawn = self.sample(plan, logits_nV)
+        launched.scores = self.score(plan, logits_nV)
+        tensors = [tensor for each in launched.scores.values() for tensor in each]
+        if drawn is not None:
+            tensors += drawn.tensors()
+            self.context.drawn_tokens = drawn.tokens_n
+        launched.copy = HostCopy(tensors) if tensors else None
+
+    @torch.inference_mode()
+    def collect(self, launched: Launched) -> StepResult:
+        """Wait for the result of a step."""
+        if launched.copy is not None:
+            self._read(launched)
         if self.ranks.size > 1:
-            self._agree(plan, result)
-        return result
+            self._agree(launched.plan, launched.result)
+        return launched.result
 
     def _agree(self, plan: StepPlan, result: StepResult) -> None:
         """Make the result that of all ranks: moves for which one of them lacked memory, and the
@@ -289,7 +320,7 @@ class ModelRunner:
                     drafts.append(torch.where(tokens_n < 0, logits_nV.argmax(-1), tokens_n))
         finally:
             context.end_drafts()
-        columns = to_host(drafts)
+        columns = to_host(HostCopy(drafts))
         return [[column[i] for column in columns[:own]] for i, own in enumerate(most)]
 
     def sample(self, plan: StepPlan, logits_nV: Tensor) -> Drawn | None:
@@ -353,27 +384,19 @@ class ModelRunner:
             start += work.num_logits
         return scores
 
-    def _read(
-        self,
-        plan: StepPlan,
-        drawn: Drawn | None,
-        scores: dict[int, Scores],
-        result: StepResult,
-    ) -> None:
-        """Wait for the device, and copy what was drawn and scored into the result."""
-        tensors = [tensor for each in scores.values() for tensor in each]
-        if drawn is not None:
-            tensors += drawn.tensors()
-        if not tensors:
-            return
-        values = iter(to_host(tensors))
-        for request_id in scores:
+    def _read(self, launched: Launched) -> None:
+        """Wait for what was drawn and scored, and copy it into the result."""
+        plan, drawn, result = launched.plan, launched.drawn, launched.result
+        values = iter(to_host(launched.copy))
+        for request_id in launched.scores:
             log_probs, top_rows = next(values), _top_rows(values)
             result.prompt_scores[request_id] = PromptScores(log_probs, top_rows or [])
         if drawn is not None:
             rows: dict[int, list[Sampled]] = {}
-            for (owner, _), sampled in zip(plan.draws(), self._sampled(drawn, values)):
+            owners = [owner for owner, _ in plan.draws()]
+            for owner, sampled in zip(owners, self._sampled(drawn, values)):
                 rows.setdefault(owner, []).append(sampled)
+            result.again = {owners[row] for row in drawn.again}
             for work in plan.work:
                 if work.draft_draws:
                     own = rows[work.request_id]
@@ -388,10 +411,11 @@ class ModelRunner:
         candidates."""
         sampled, num_candidates = drawn.sampled(values), NUM_CANDIDATES
         while rows := [row for row, own in enumerate(sampled) if own.token == DRAW_AGAIN]:
+            drawn.again.update(rows)
             num_candidates *= 16
             logits_mV = drawn.logits_nV.index_select(0, to_device(rows, drawn.tokens_n.device))
             again = self._draw(logits_mV, [drawn.draws[row] for row in rows], num_candidates)
-            for row, own in zip(rows, again.sampled(iter(to_host(again.tensors())))):
+            for row, own in zip(rows, again.sampled(iter(to_host(HostCopy(again.tensors()))))):
                 sampled[row] = own
         return sampled
 
@@ -431,6 +455,27 @@ class ModelRunner:
 
 
 @dataclass
+class Launched:
+    """A step that is queued on the device, and what there will be of it."""
+
+    plan: StepPlan
+    result: StepResult = field(default_factory=StepResult)
+    logits_nV: Tensor | None = None
+    """None: there was no forward, or it is another pipeline stage that has them."""
+    drawn: Drawn | None = None
+    scores: dict[int, Scores] = field(default_factory=dict)
+    copy: HostCopy | None = None
+    """Of what was drawn and scored; None: nothing was."""
+
+    def keep_logits(self, are_shared: bool) -> None:
+        """Let the next forward not overwrite the logits that a row may be drawn from again.
+        are_shared: all forwards write theirs to one place."""
+        drawn = self.drawn
+        if are_shared and drawn is not None and any(draw.may_draw_again for draw in drawn.draws):
+            drawn.logits_nV = drawn.logits_nV.clone()
+
+
+@dataclass
 class Drawn:
     """What a step has drawn, on the device."""
 
@@ -442,6 +487,8 @@ class Drawn:
     """int64, from `mark_failures`."""
     scored: list[tuple[list[int], Scores]] = field(default_factory=list)
     """Numbers of the draws that need log-probabilities, and these."""
+    again: set[int] = field(default_factory=set)
+    """Numbers of the draws whose first token was not among the candidates."""
 
     def tensors(self) -> list[Tensor]:
         return [self.tokens_n, *(tensor for _, each in self.scored for tensor in each)]

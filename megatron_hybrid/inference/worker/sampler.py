@@ -413,12 +413,30 @@ def score(log_probs_nV: Tensor, tokens_n: Tensor, top_n: int, logits_nV: Tensor)
     return Scores(of_tokens_n, *log_probs_nV.topk(min(top_n, log_probs_nV.shape[1]), dim=-1))
 
 
-def to_host(tensors: Sequence[Tensor]) -> list[list]:
-    """The values of int64 and fp32 tensors on one device, as nested lists. Copies all of them at
-    once, and waits for that."""
-    if len(tensors) == 1:
-        return [tensors[0].tolist()]
-    # Token ids and fp32 are exact in float64.
-    values = torch.cat([tensor.flatten().double() for tensor in tensors]).cpu()
-    parts = values.split([tensor.numel() for tensor in tensors])
-    return [part.to(t.dtype).view(t.shape).tolist() for part, t in zip(parts, tensors)]
+class HostCopy:
+    """A copy of int64 and fp32 tensors of one device to the host, of all of them at once, which
+    runs beside what the device does next."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self._tensors, self._values, self._event = tensors, tensors[0], None
+        if len(tensors) > 1:  # token ids and fp32 are exact in float64
+            self._values = torch.cat([tensor.flatten().double() for tensor in tensors])
+        if self._values.is_cuda:
+            on_host = torch.empty_like(self._values, device="cpu", pin_memory=True)
+            self._values = on_host.copy_(self._values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> list[list]:
+        """The values, as nested lists."""
+        if self._event is not None:
+            self._event.synchronize()
+        if len(self._tensors) == 1:
+            return [self._values.tolist()]
+        parts = self._values.split([tensor.numel() for tensor in self._tensors])
+        return [p.to(t.dtype).view(t.shape).tolist() for p, t in zip(parts, self._tensors)]
+
+
+def to_host(copy: HostCopy) -> list[list]:
+    """Wait for the values of a copy: the one wait of a step."""
+    return copy.wait()

@@ -56,3 +56,12 @@ def test_runs_with_tiers(seeds):
     assert totals["fetched_tokens"] > 30 * len(seeds)
     assert totals["host_records_evicted"] and totals["disk_kv_blocks"]
     assert not totals["fetches_failed"]
+
+
+@each_of(range(5001, 5003), range(5000, 5060))
+def test_runs_launched_ahead(seeds):
+    """Also crowded, and with tiers."""
+    totals = run_all(seeds, longest_prompt=60, ahead=True)
+    totals += run_all(seeds[:-1], longest_prompt=60, ahead=True, crowded=True, num_requests=6)
+    totals += run_all(seeds[-1:], longest_prompt=60, ahead=True, tiers=True, num_requests=6)
+    assert totals["steps_ahead"] > 20 * len(seeds)

@@ -15,19 +15,24 @@ from megatron_hybrid.ops.state_codec import codec
 def engine_without_syncs(monkeypatch, model, **fields):
     """An engine whose steps wait once at most. Returns it, and the number of waits in each step."""
     engine = tiny_engine(model, **fields)
-    run, to_host, waits = engine.runner.run, model_runner.to_host, []
+    to_host, waits = model_runner.to_host, []
 
-    def checked(plan):
-        waits.append(0)
-        with no_host_syncs():
-            return run(plan)
+    def without_syncs(method):
+        def checked(*args):
+            waits.append(0)
+            with no_host_syncs():
+                return method(*args)
 
-    def counted(tensors):
+        monkeypatch.setattr(engine.runner, method.__name__, checked)
+
+    def counted(copy):
         waits[-1] += 1
         with torch._C.DisableTorchFunction():
-            return to_host(tensors)
+            return to_host(copy)
 
-    monkeypatch.setattr(engine.runner, "run", checked)
+    runner = engine.runner
+    for method in (runner.launch, runner.launch_ahead, runner.queue_draws, runner.collect):
+        without_syncs(method)
     monkeypatch.setattr(model_runner, "to_host", counted)
     return engine, waits
 
@@ -35,10 +40,11 @@ def engine_without_syncs(monkeypatch, model, **fields):
 @pytest.mark.parametrize("encoding", ["exact", "bf16", "int8"])
 @pytest.mark.parametrize("pattern", ["M*S-W+GK", "CHZL-*QRU"])
 def test_a_step_waits_for_its_device_once_when_all_of_it_is_queued(monkeypatch, pattern, encoding):
+    """Also the step that is launched ahead: before the wait for the one before it."""
     monkeypatch.setattr(codec, "_is_free_to_read", lambda x: False)
     monkeypatch.setattr(slot_states, "_are_steps_in_place", lambda *_: False)
     model = tiny_model(pattern)
-    fields = {"max_tokens": 48, "state_encoding": encoding}
+    fields = {"max_tokens": 48, "state_encoding": encoding, "async_scheduling": True}
     if encoding == "bf16":
         fields["logprobs_mode"] = "processed_logprobs"
     engine, waits = engine_without_syncs(monkeypatch, model, **fields)
@@ -69,7 +75,7 @@ def test_a_step_waits_for_its_device_once_when_all_of_it_is_queued(monkeypatch, 
                 assert is_greedy(model, prompt, request.result().token_ids)
     stats = engine.stats()
     assert stats["skipped_tokens"] > 0 and stats["checkpoints"] > 0
-    assert max(waits) == 1 and sum(waits) >= 8
+    assert max(waits) == 1 and sum(waits) >= 8 and stats["steps_ahead"] > 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,124 @@
+"""Decodes that are launched before the tokens before them are known change nothing but the order
+of the host's work."""
+
+from collections import Counter
+
+import pytest
+import torch
+from byte_tokenizer import byte_tokenizer
+from extreme_sampling import is_alike
+from reference import finish, greedy, random_tokens, tiny_engine, tiny_model
+
+from megatron_hybrid.inference.requests.options import RequestOptions
+from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.inference.worker import model_runner
+from megatron_hybrid.text.guide import Guide
+
+KINDS = (
+    {"top_k": 1},
+    {"seed": 3, "return_log_probs": True, "top_n_logprobs": 2},
+    {"seed": 5, "top_p": 0.95},
+    {"seed": 1, "stop_token_ids": (5, 7, 9, 11, 13, 15), "num_tokens_to_generate": 40},
+    {"seed": 1, "stop_token_ids": (5, 7, 9), "detokenize_stop_sequence": True},
+    {"seed": 2, "repetition_penalty": 1.3, "presence_penalty": 0.5, "min_tokens": 4},
+    {"seed": 4, "bad_words_ids": ((8,), (4, 5)), "num_tokens_to_generate": 9},
+    {"seed": 9, "stop_words": [*"abcdefghijklmnop"], "num_tokens_to_generate": 30},
+    {"seed": 6, "num_tokens_to_generate": 0},
+    {"seed": 7, "num_tokens_to_generate": 1},
+    {"seed": 8},  # guided
+)
+PARAMS = [SamplingParams(**{"num_tokens_to_generate": 14, **kind}) for kind in KINDS]
+PROMPTS = [random_tokens(length, seed=length) for length in (5, 33, 60, 17, 9, 48, 1, 20, 31, 12, 25)]
+
+
+def told(result) -> tuple:
+    return (
+        *(result.token_ids, result.text, result.log_probs, result.top_n_logprobs),
+        *(result.finish_reason, result.stop_reason, result.prefix.skipped_tokens),
+        [told(other) for other in result.other_samples],
+    )
+
+
+@pytest.mark.parametrize("pattern", ["MG*-W-", "KSUE"])
+@pytest.mark.parametrize("mode", ["restore", "memory_only", "off"])
+def test_answers_and_hits_are_the_same(monkeypatch, pattern, mode):
+    """Stops, lengths, penalties, guides, log-probs, samples, tokens that are drawn again."""
+    monkeypatch.setattr(model_runner, "NUM_CANDIDATES", 16)
+    model, answers, ahead = tiny_model(pattern, vocab_size=300), [], 0
+    for is_ahead in (False, True):
+        engine = tiny_engine(
+            model, byte_tokenizer(300), prefix_caching=mode, async_scheduling=is_ahead
+        )
+        answers.append([])
+        prompts, options = PROMPTS, [RequestOptions(n=1 + 2 * (i == 1)) for i in range(11)]
+        options[-1] = RequestOptions(guide=Guide.regex("[a-e]{3,9}f"))
+        for _ in range(3):
+            results = engine.generate(prompts, PARAMS, options)
+            answers[-1] += map(told, results)
+            prompts = [[*r.prompt_tokens, *r.token_ids, 3, 4] for r in results]
+            engine.check_integrity()
+        ahead = engine.stats()["steps_ahead"]
+    for found, expected in zip(*answers, strict=True):
+        assert is_alike(found, expected)
+    assert ahead > 40
+
+
+def test_the_next_step_is_launched_before_the_tokens_are_read(monkeypatch):
+    engine, events = tiny_engine(tiny_model("M*"), async_scheduling=True), []
+    runner = engine.runner
+    for name in ("launch", "launch_ahead", "collect"):
+        method = getattr(runner, name)
+        noted = lambda *args, name=name, method=method: events.append(name) or method(*args)
+        monkeypatch.setattr(runner, name, noted)
+    engine.generate(random_tokens(9), greedy(6))
+    prompt, decode = ["launch", "collect"], ["launch_ahead", "collect"]
+    assert events[:9] == [*prompt, "launch", *decode, *decode, *decode]
+
+
+def test_a_row_without_finite_logits_ends_its_request_alone():
+    model = tiny_model.__wrapped__("M*")
+    with torch.no_grad():
+        model.embedding.word_embeddings.weight[90:] = torch.nan
+    plain, ahead = tiny_engine(model), tiny_engine(model, async_scheduling=True)
+    draws = [SamplingParams(seed=i, temperature=3.0, num_tokens_to_generate=40) for i in range(6)]
+    prompts = [random_tokens(7, seed=i) for i in range(6)]
+    prompts = [[token % 50 for token in prompt] for prompt in prompts]
+    found, expected = (engine.generate(prompts, draws) for engine in (ahead, plain))
+    assert [(r.token_ids, r.error) for r in found] == [(r.token_ids, r.error) for r in expected]
+    ends = Counter(result.finish_reason for result in found)
+    assert ends["error"] and ahead.stats()["steps_ahead"] > 5
+
+
+@pytest.mark.parametrize("call", ["cancel", "suspend", "update", "unsaid", "clear", "save"])
+def test_calls_between_steps_see_all_tokens(call, tmp_path):
+    """What was launched ahead is in the answers before a call changes what it read."""
+    model = tiny_model.__wrapped__("MG*-")
+    expected = [r.token_ids for r in tiny_engine(model).generate(PROMPTS[:3], greedy(20))]
+    engine = tiny_engine(model, async_scheduling=True)
+    requests = [engine.add_request(prompt, greedy(20)) for prompt in PROMPTS[:3]]
+    for _ in range(8):
+        engine.step()
+    before = requests[0].num_generated
+    if call == "cancel":
+        engine.cancel(requests[2])
+        assert requests[2].result().token_ids == expected[2][: before + 1]
+    elif call == "suspend":
+        engine.suspend(keep_cache="host")
+        engine.resume()
+    elif call == "update":
+        engine.update_weights()
+    elif call == "unsaid":
+        with torch.no_grad():
+            model.embedding.word_embeddings.weight.mul_(1.0)
+        engine.step()
+    elif call == "save":
+        engine.save_cache(tmp_path / "cache")
+    else:
+        with pytest.raises(RuntimeError, match="3 requests run"):
+            engine.clear_cache()
+    assert requests[0].num_generated == before + 1 + (call == "unsaid")
+    finish(engine)
+    for request, tokens in zip(requests[: 2 + (call != "cancel")], expected):
+        assert request.result().token_ids == tokens
+    assert engine.stats()["steps_ahead"] > 12
+    engine.check_integrity()
