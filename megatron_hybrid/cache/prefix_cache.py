@@ -413,10 +413,12 @@ class PrefixCache:
         implies flush. Lack of memory is no error: tokens then become visible later, or never.
         """
         lease.check_live()
-        before, room = lease.done, min(lease.capacity_tokens, lease.local_end)
-        if not before <= num_tokens_done <= min(room, len(tokens)):
+        before, known = lease.done, len(tokens)
+        is_known = before <= num_tokens_done <= known
+        if not is_known or not lease.capacity_tokens >= num_tokens_done <= lease.local_end:
+            room = min(lease.capacity_tokens, lease.local_end)
             raise ValueError(
-                f"commit of {num_tokens_done} tokens: {before} were done, {len(tokens)} are given "
+                f"commit of {num_tokens_done} tokens: {before} were done, {known} are given "
                 f"and there is room for {room}; call extend before the forward"
             )
         lease.tokens = tokens
@@ -431,7 +433,7 @@ class PrefixCache:
                 lease.unwatched.setdefault(lease.next_interval, Kind.INTERVAL)
                 lease.next_interval += self.policy.interval_tokens
         lease.done, lease.answered = num_tokens_done, answered
-        if before < lease.prompt_tokens:
+        if before < lease.report.prompt_tokens:
             self._wanted.note_saving(lease)
         if flush:
             with suppress(MemoryError):

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -254,8 +254,7 @@ def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**found)
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """Parameters of one row to sample, and its point in a random stream."""
 
     params: SamplingParams
@@ -296,8 +295,7 @@ FAILURES = {
 """Why a request ends that draws one of these."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """The drawn token of a request."""
 
     token: int

@@ -40,10 +40,11 @@ class StepLoop:
         parts.guard.settle = self.settle
         self._failed: list[Request] | None = None  # to cancel after a step that raised
         self._num_decided_by_memory = out_of_memory.num_decided_by_memory
+        self._has_drafts = self._scheduler.draft_planner.drafts is not None
         self._runs_ahead = (
             parts.config.async_scheduling
             and parts.model.pg_collection.pp.size() == 1  # one stage alone knows the tokens
-            and self._scheduler.draft_planner.drafts is None
+            and not self._has_drafts
         )
         self.num_steps = 0
         self.num_ahead = 0
@@ -187,19 +188,20 @@ class StepLoop:
             self._note(plan)
             ahead = self._runner.launch_ahead(plan, launched)
             self.num_ahead += 1
-        self._answer(launched)
+        self._answer(launched, ahead)
         if ahead is not None:
             scheduler.let_draw(ahead.plan)
             self._runner.queue_draws(ahead)
             self._launched = ahead
 
-    def _answer(self, launched: Launched) -> None:
+    def _answer(self, launched: Launched, ahead: Launched | None) -> None:
         scheduler, plan = self._scheduler, launched.plan
         result = self._runner.collect(launched)
-        scheduler.drop_void(result)
+        if ahead is not None:
+            scheduler.drop_void(ahead.plan, result)
         gained = scheduler.accept(result.accepted, self._live.append) if result.accepted else []
         owners = scheduler.complete(result)
-        if any(work.draft_draws for work in plan.work):
+        if self._has_drafts and any(work.draft_draws for work in plan.work):
             self._runner.take_back(plan, {r.request_id: r.num_computed for r in owners})
         for request in owners:
             if not request.done:  # by a draft

@@ -33,7 +33,8 @@ class OutputProcessor:
             kind = UnsatisfiableError if token == RULED_OUT else FloatingPointError
             request.mark_failed(kind(FAILURES[token]))
             return True
-        request.mark_first_token()
+        if request.first_token_at is None:
+            request.mark_first_token()
         if params.num_tokens_to_generate == 0:
             request.mark_answered("length")
             return True
@@ -50,7 +51,8 @@ class OutputProcessor:
             if params.top_n_logprobs:
                 request.top_n_logprobs.append(sampled.top_log_probs)
         try:
-            stops = stops or self._ends_with_stop_word(request) or request.follow_guide()
+            stops = stops or bool(params.stop_words) and self._ends_with_stop_word(request)
+            stops = stops or request.follow_guide()
         except BaseException as error:
             _raise_interrupt(error)
             request.mark_failed(error)
@@ -121,8 +123,6 @@ class OutputProcessor:
 
     def _ends_with_stop_word(self, request: Request) -> bool:
         words = request.params.stop_words
-        if not words:
-            return False
         detokenize = self._detokenize_of(request)
         longest = max(len(word.encode()) for word in words)
         # Most tokens add a byte or more, so the newest few show any new occurrence. If some have no

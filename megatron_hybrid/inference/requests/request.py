@@ -209,6 +209,7 @@ class Request:
     prompt_top_n_logprobs: list[dict[int, float]] = field(default_factory=list)
     epochs: list[tuple[int, int]] = field(default_factory=list)  # as in the result
     finish_reason: str | None = None
+    done: bool = False  # answered: its result is complete; its last state may not be saved yet
     stop_reason: int | str | None = None
     error: str | None = None
     is_unsatisfiable: bool = False
@@ -237,12 +238,6 @@ class Request:
         return [self, *self.other_samples]
 
     @property
-    def done(self) -> bool:
-        """Whether the request is answered: its result is complete. Its last state may not be saved
-        yet."""
-        return self.finish_reason is not None
-
-    @property
     def closed(self) -> bool:
         """Whether the request is done, and no longer in the engine."""
         return self.status is RequestStatus.FINISHED
@@ -252,11 +247,10 @@ class Request:
             self.started_at = time.perf_counter()
 
     def mark_first_token(self) -> None:
-        if self.first_token_at is None:
-            self.first_token_at = time.perf_counter()
+        self.first_token_at = time.perf_counter()
 
     def mark_answered(self, reason: str) -> None:
-        self.finish_reason = reason
+        self.finish_reason, self.done = reason, True
         self.finished_at = time.perf_counter()
 
     @property
@@ -309,7 +303,7 @@ class Request:
     @property
     def prompt_needs_logits(self) -> bool:
         """Whether prompt log-probs are missing, so that every prompt token must be computed."""
-        return self.params.needs_prompt_logits and self.num_computed < self.num_prompt_tokens
+        return self.num_computed < self.num_prompt_tokens and self.params.needs_prompt_logits
 
     @property
     def recompute_reason(self) -> MissReason | None:
@@ -322,6 +316,9 @@ class Request:
 
     def draw(self) -> Draw:
         params, matcher = self.params, self.matcher
+        if self._draws_alike and self.num_generated >= params.min_tokens:
+            point = self.seed, self.sample_index, self.num_tokens
+            return Draw(params, *point, allowed=self.allowed)
         must_end_thought = self.thought is not None and self.thought.is_over(self)
         # Where a guide is over, nothing but a stop token could be drawn.
         is_over = self.follow_guide()
@@ -341,6 +338,13 @@ class Request:
             if must_end_thought
             else (self.allowed if matcher is None else matcher.allowed),
         )
+
+    @cached_property
+    def _draws_alike(self) -> bool:
+        """Whether its draws do not depend on the tokens before, once there are `min_tokens`."""
+        params = self.params
+        depends = params.penalises_repetition or params.penalises_answer or params.bad_words_ids
+        return not depends and self.matcher is None and self.thought is None
 
     def draft_draws(self, drafts: Sequence[int]) -> list[Draw]:
         """The draw after each draft, as if it and those before it had been drawn. Fewer than there
@@ -379,7 +383,7 @@ class Request:
         """Return whether a token ends the answer, if it is drawn next."""
         return token in self.stop_ids and not self._stops_are_text
 
-    @property
+    @cached_property
     def dropped_stops(self) -> tuple[int, ...]:
         """Tokens that end the answer and are no part of it."""
         is_kept = self.params.detokenize_stop_sequence or self._stops_are_text

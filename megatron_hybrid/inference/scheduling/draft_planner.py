@@ -103,10 +103,9 @@ class DraftPlanner:
 
     def note(self, chunk: Chunk) -> None:
         """Count the drafts of a chunk that has run."""
-        if chunk.draft_draws:
-            self.num_drafts += len(chunk.draft_draws)
-            self.accepted_at.update(range(chunk.num_accepted))
-            chunk.request.draft_length.note(len(chunk.draft_draws), chunk.num_accepted)
+        self.num_drafts += len(chunk.draft_draws)
+        self.accepted_at.update(range(chunk.num_accepted))
+        chunk.request.draft_length.note(len(chunk.draft_draws), chunk.num_accepted)
 
     def _lend(self, request: Request, num_drafts: int) -> int:
         """Get room for drafts after the known tokens of a request, until the step's end. Returns

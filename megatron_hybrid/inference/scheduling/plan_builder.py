@@ -24,7 +24,7 @@ from megatron_hybrid.inference.scheduling.step_plan import (
 _UNKNOWN = np.zeros(1, np.int32)
 
 
-@dataclass
+@dataclass(slots=True)
 class Chunk:
     """Tokens [start, end) of a request that the next step computes."""
 
@@ -63,11 +63,10 @@ class Chunk:
             request.tokens[self.start : self.last],
             lease.shared_tokens,
             tables_of(lease),
-            saves=[
-                Save(each.position, each.pages)
-                for each in sorted(self.reservations, key=attrgetter("position"))
-            ],
         )
+        if self.reservations:
+            ordered = sorted(self.reservations, key=attrgetter("position"))
+            work.saves = [Save(each.position, each.pages) for each in ordered]
         if request.adapter is not None:
             work.adapter_slot = request.adapter.slot
         if self.source >= 0:  # its draw follows when its token is known
@@ -103,7 +102,10 @@ def copies_of(lease: Lease) -> tuple[np.ndarray, np.ndarray]:
 
 def draws_of(request: Request) -> dict[int, Draw]:
     """Draws of a request and of the samples to fork from it, by request id."""
-    return {owner.request_id: owner.draw() for owner in (request, *request.siblings)}
+    draws = {request.request_id: request.draw()}
+    for sibling in request.siblings:
+        draws[sibling.request_id] = sibling.draw()
+    return draws
 
 
 @dataclass
@@ -138,6 +140,7 @@ class PlanBuilder:
         self.ending.pop(request, None)
 
     def plan(self, loads: dict[bytes, list[np.ndarray]]) -> StepPlan:
+        works = [chunk.work() for chunk in self.chunks]
         return StepPlan(
             drops=self.drops,
             parks=list(self.parks.values()),
@@ -145,7 +148,8 @@ class PlanBuilder:
             restores=list(self.restores.values()),
             # Single tokens come first, so that each takes the same path through recurrent layers,
             # whatever is computed next to it.
-            work=sorted((chunk.work() for chunk in self.chunks), key=lambda w: len(w.tokens) > 1),
+            work=[work for work in works if len(work.tokens) == 1]
+            + [work for work in works if len(work.tokens) > 1],
             ready=[Ready(r.request_id, r.slot, draws_of(r)) for r in self.ready],
             saves=[
                 SlotSave(saved.position, saved.pages, r.request_id, r.slot)

@@ -217,28 +217,27 @@ class Scheduler:
         """Return whether there is room for a decode's token before `end`, after which no state is
         to be saved."""
         positions = self.cache.positions_to_save(request.lease, end)
-        return max(positions, default=0) < end and self.cache.extend(request.lease, end)
+        return not (positions and max(positions) == end) and self.cache.extend(request.lease, end)
 
-    def drop_void(self, result: StepResult) -> None:
-        """Take rows out of the step ahead that have nothing to compute: their requests have ended
-        before, or their tokens were drawn again. result: of the current step."""
-        if self._ahead is not None:
-            self._ahead.chunks = [
-                chunk
-                for chunk in self._ahead.chunks
-                if (token := result.sampled[chunk.request.request_id].token) >= 0
-                and chunk.request.request_id not in result.again
-                and token not in chunk.request.dropped_stops
-            ]
+    def drop_void(self, plan: StepPlan, result: StepResult) -> None:
+        """Take rows out of the step ahead, of this plan, that have nothing to compute: their
+        requests have ended before, or their tokens were drawn again. result: of the current step."""
+        self._ahead.chunks = [
+            chunk
+            for chunk, work in zip(self._ahead.chunks, plan.work)
+            if (token := result.sampled[work.request_id].token) >= 0
+            and token not in work.stops
+            and work.request_id not in result.again
+        ]
 
     def let_draw(self, plan: StepPlan) -> None:
         """Give a plan of `schedule_ahead` its draws, and make it the current one."""
         self._builder, self._ahead = self._ahead, None
-        works = {work.request_id: work for work in plan.work}
-        for chunk in self._builder.chunks:
-            if not chunk.request.done:
-                chunk.draws = True
-                works[chunk.request.request_id].draws = draws_of(chunk.request)
+        goes_on = {chunk.request.request_id: chunk for chunk in self._builder.chunks}
+        for work in plan.work:
+            chunk = goes_on.get(work.request_id)
+            if chunk is not None and not chunk.request.done:
+                chunk.draws, work.draws = True, draws_of(chunk.request)
 
     def schedule_moves(self) -> StepPlan:
         """Plan the moves due before the next step: forks of samples, and the last states of ending
@@ -250,7 +249,8 @@ class Scheduler:
         return self._builder
 
     def _budget(self, builder: PlanBuilder) -> int:
-        return self.max_tokens - builder.num_tokens - sum(builder.kept.values())
+        kept = sum(builder.kept.values()) if builder.kept else 0
+        return self.max_tokens - builder.num_tokens - kept
 
     def _longest(self, builder: PlanBuilder, request: Request) -> int:
         """Most tokens of a request that the step has room for."""
@@ -265,16 +265,14 @@ class Scheduler:
 
     def _plan_work(self, builder: PlanBuilder, request: Request) -> None:
         """Add as many of the request's next tokens to the plan as the budget allows."""
-        start = request.num_computed
+        start, lease = request.num_computed, request.lease
         count = min(self._longest(builder, request), request.num_tokens - start)
-        if (
-            not count
-            or request.lease is None
-            or not self._make_room(builder, request, start + count)
-        ):
+        if not count or lease is None:
             return
-        draws = start + count == request.num_tokens and not request.done
-        builder.add(Chunk(request, start, start + count, draws))
+        end = start + count
+        if self.cache.extend(lease, end) or self._make_room(builder, request, end):
+            draws = end == request.num_tokens and not request.done
+            builder.add(Chunk(request, start, end, draws))
 
     def _make_room(self, builder: PlanBuilder, request: Request, end: int) -> bool:
         """Make room in the pool up to token `end`, if need be by preempting later requests."""
@@ -434,16 +432,22 @@ class Scheduler:
             request = chunk.request
             if request.status is RequestStatus.PREFILL:
                 self.num_prefill_tokens += chunk.end - chunk.start
-            self.draft_planner.note(chunk)
-            if (scores := result.prompt_scores.get(request.request_id)) is not None:
+            if chunk.draft_draws:
+                self.draft_planner.note(chunk)
+            if request.request_id in result.prompt_scores:
+                scores = result.prompt_scores[request.request_id]
                 request.prompt_log_probs += scores.log_probs
                 request.prompt_top_n_logprobs += scores.top_n_logprobs
             # One by one: after several tokens they would become visible at once.
-            for end in range(chunk.end, chunk.last_computed + 1):
+            lease = request.lease
+            last = chunk.last_computed if chunk.num_accepted else chunk.end
+            for end in range(chunk.end, last + 1):
                 request.num_computed = end
-                self.cache.commit(request.lease, request.tokens, end)
-            self.cache.settle(request.lease)
-            self._states.publish(request, chunk.reservations, result)
+                self.cache.commit(lease, request.tokens, end)
+            if lease.own_blocks is not None:  # drafts have lent some
+                self.cache.settle(lease)
+            if chunk.reservations:
+                self._states.publish(request, chunk.reservations, result)
             if chunk.draws:
                 request.status = RequestStatus.DECODE
             if request.status is RequestStatus.CLOSING:
@@ -454,9 +458,11 @@ class Scheduler:
             self._states.publish(request, [reservation], result)
             self._retire(request)
         owners = []
-        for request in (*(chunk.request for chunk in builder.chunks), *builder.ready):
+        for request in [*[chunk.request for chunk in builder.chunks], *builder.ready]:
             if request.request_id in result.sampled:
-                owners += (request, *self.fork(request))
+                owners.append(request)
+                if request.siblings:
+                    owners += self.fork(request)
         return owners
 
     def _note_restored(self, builder: PlanBuilder, result: StepResult) -> None:

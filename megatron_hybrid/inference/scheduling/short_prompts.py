@@ -50,10 +50,11 @@ class ShortPrompts:
         as far as there is room without preempting others."""
         for chunk in builder.chunks:
             request, length = chunk.request, chunk.end - chunk.start
+            if request.status is not RequestStatus.PREFILL:
+                continue
             most = min(length + budget, request.longest_forward)
             end = min(chunk.start + most, request.num_tokens)
-            is_prefill = request.status is RequestStatus.PREFILL
-            if is_prefill and end > chunk.end and self._cache.extend(request.lease, end):
+            if end > chunk.end and self._cache.extend(request.lease, end):
                 budget -= end - chunk.end
                 builder.num_tokens += end - chunk.end
                 chunk.end, chunk.draws = end, end == request.num_tokens and not request.done

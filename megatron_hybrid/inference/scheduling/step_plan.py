@@ -79,7 +79,7 @@ class PromptScores:
     """Those of the most likely tokens at these positions; empty if none were asked for."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Work:
     """Tokens [start, end) of one request to compute in the step."""
 
@@ -177,7 +177,8 @@ class StepPlan:
         found = []
         for work in self.work:
             found += work.draws.items()
-            found += [(work.request_id, draw) for draw in work.draft_draws]
+            if work.draft_draws:
+                found += [(work.request_id, draw) for draw in work.draft_draws]
         return found + [drawn for ready in self.ready for drawn in ready.draws.items()]
 
     def save_keys(self) -> list[tuple[int, int]]:

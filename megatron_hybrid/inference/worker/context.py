@@ -252,7 +252,7 @@ class DynamicInferenceContext:
             self._update_tables(work.slot, work.tables)
         if num_rows_each is not None:
             rows = self._recorded_rows(works, num_rows_each)
-        elif any(work.draft_draws for work in works):
+        elif self.max_drafts and any(work.draft_draws for work in works):
             rows = self._rows_of(works, *_split_drafts(works))
         else:
             lengths = [len(work.tokens) for work in works]
@@ -278,13 +278,15 @@ class DynamicInferenceContext:
         depths: Sequence[int],
     ) -> _Rows:
         """lengths, starts, slots, depths: of the sequences."""
-        ends = np.cumsum([len(work.tokens) for work in works], dtype=np.int64)
-        begins = ends - [len(work.tokens) for work in works]
+        counts = [len(work.tokens) for work in works]
+        ends = np.cumsum(counts, dtype=np.int64)
+        begins = ends - counts
         captures, first_captures = [], []
         for work, begin in zip(works, begins.tolist()):
             first_captures.append(len(captures))
             # The state at the end of the chunk is the live slot itself, after the forward.
-            captures += [begin + position - work.start for position in work.captures]
+            if work.saves or work.draft_draws:
+                captures += [begin + position - work.start for position in work.captures]
         num_padding = -int(ends[-1]) % ROW_ALIGNMENT
         layout = RaggedLayout(lengths, starts.tolist(), captures, num_padding, depths=depths)
         own_slots = [work.slot for work in works]
@@ -345,8 +347,9 @@ class DynamicInferenceContext:
         captures = array("capture_rows", len(layout.captures))
         np.subtract(layout.captures, 1, out=captures, casting="unsafe")
         counts = [len(work.tokens) if is_recorded else work.num_logits for work in works]
-        logit_rows = [np.arange(end - n, end) for n, end in zip(counts, rows.ends.tolist())]
-        np.concatenate(logit_rows, out=array("logit_rows", sum(counts)))
+        row_ends, num_logits = np.cumsum(counts), sum(counts)
+        firsts = np.repeat(rows.ends - row_ends, counts)  # less their places among all
+        np.add(firsts, np.arange(num_logits), out=array("logit_rows", num_logits))
 
     def _fill_targets(self, works: list[Work], rows: _Rows, positions: np.ndarray) -> None:
         """Write the targets of each token's K and V: (page of its block, row in it). For tokens

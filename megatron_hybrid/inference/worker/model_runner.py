@@ -311,7 +311,7 @@ class ModelRunner:
                     hidden_Th = self.model.predict(hidden_Th, ids_T, context)
                     logits_nV = self.model.compute_logits(hidden_Th[:count])
                     draws = [
-                        replace(draw, position=draw.position + number)
+                        draw._replace(position=draw.position + number)
                         for own in at
                         for draw in own.draws.values()
                     ]
@@ -328,15 +328,18 @@ class ModelRunner:
         draws: list[Draw] = []
         rows: list[int] = []
         end = 0
-        for entry, count in [
-            *((work, work.num_logits) for work in plan.work),
-            *((ready, 1) for ready in plan.ready),
-        ]:
-            end += count
-            drafted = entry.draft_draws if isinstance(entry, Work) else []
-            known = end - 1 - len(drafted)
-            draws += (*entry.draws.values(), *drafted)
-            rows += [known] * len(entry.draws) + list(range(known + 1, end))
+        for work in plan.work:
+            end += work.num_logits
+            if work.draws:
+                known = end - 1 - len(work.draft_draws)
+                draws += work.draws.values()
+                draws += work.draft_draws
+                rows += [known] * len(work.draws)
+                rows += range(known + 1, end)
+        for ready in plan.ready:
+            draws += ready.draws.values()
+            rows += [end] * len(ready.draws)
+            end += 1
         if not draws:
             return None
         if rows != list(range(len(logits_nV))):
@@ -422,7 +425,7 @@ class ModelRunner:
     def _save(self, plan: StepPlan, result: StepResult) -> None:
         captured = self.context.captured_states()
         for work, first in zip(plan.work, self.context.first_captures):
-            positions = work.captures
+            positions = work.captures if work.saves else []
             for save in work.saves:
                 # The state at the end is the live slot itself.
                 if save.position == work.end:
