@@ -29,8 +29,8 @@ def on_all_ranks(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate
     @exclusive
     @wraps(method)
     def call(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
-        self._guard.settle()
         if self._ranks.size == 1:
+            self._guard.settle()
             return method(self, *args, **kwargs)
         # Ctrl-C on one rank must not leave an exchange that the others are in.
         name = f"{method.__name__}()"
@@ -39,6 +39,7 @@ def on_all_ranks(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate
             if self._control.leads:
                 self._live.call_followers(method, *args, **kwargs)
             with self._ranks.raise_on_all(name):
+                self._guard.settle()
                 return method(self, *args, **kwargs)
 
     call.is_on_all_ranks = True

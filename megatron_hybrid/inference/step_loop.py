@@ -100,7 +100,9 @@ class StepLoop:
     def settle(self) -> None:
         """Wait for the step that was launched ahead, before a call that changes what it reads. The
         next step returns its outputs."""
-        if self._launched is not None and not self._guard.is_stepping:
+        if self._guard.is_stepping:  # which begins by ending requests
+            self._end_launched()
+        elif self._launched is not None:
             with self._stepping():
                 self._end_launched()
 
@@ -140,8 +142,6 @@ class StepLoop:
             raise
 
     def _run(self) -> None:
-        if self._live.abandoned:
-            self._end_launched()
         if self._begin():
             self._end_launched()  # of the weights before
             self._make_outputs()
@@ -190,8 +190,8 @@ class StepLoop:
             self.num_ahead += 1
         self._answer(launched, ahead)
         if ahead is not None:
-            scheduler.let_draw(ahead.plan)
-            self._runner.queue_draws(ahead)
+            scheduler.go_on(ahead.plan)
+            self._runner.launch_rest(ahead)
             self._launched = ahead
 
     def _answer(self, launched: Launched, ahead: Launched | None) -> None:

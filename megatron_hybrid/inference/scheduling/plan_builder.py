@@ -54,6 +54,10 @@ class Chunk:
         of other answers, that one is not computed yet."""
         return self.end + self.num_accepted - self.has_ended
 
+    def saves(self) -> list[Save]:
+        ordered = sorted(self.reservations, key=attrgetter("position"))
+        return [Save(each.position, each.pages) for each in ordered]
+
     def work(self) -> Work:
         request, lease = self.request, self.request.lease
         work = Work(
@@ -65,8 +69,7 @@ class Chunk:
             tables_of(lease),
         )
         if self.reservations:
-            ordered = sorted(self.reservations, key=attrgetter("position"))
-            work.saves = [Save(each.position, each.pages) for each in ordered]
+            work.saves = self.saves()
         if request.adapter is not None:
             work.adapter_slot = request.adapter.slot
         if self.source >= 0:  # its draw follows when its token is known

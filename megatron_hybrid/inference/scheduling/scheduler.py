@@ -183,10 +183,10 @@ class Scheduler:
 
     def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
         """Plan the step after `plan`, the current one, while it runs: each decode goes on by the
-        token that it draws. The plan has no draws yet; `let_draw` follows when that token is known.
+        token that it draws. `go_on` completes the plan when that token is known.
 
         None: what comes next depends on the current step, or is more than decodes: a part of a
-        prompt, moves, drafts, a state to save, a request that may start, pages that are not there.
+        prompt, moves, drafts, a request that may start, pages that are not there.
         """
         chunks, waits = self._builder.chunks, bool(self.waiting)
         if waits and self._known_waiting != (len(self.waiting), len(self.running)):
@@ -201,7 +201,7 @@ class Scheduler:
                 continue
             if not chunk.draws or chunk.draft_draws or request.siblings:
                 return None
-            if request.prompt_needs_logits or not self._can_go_on(request, end):
+            if request.prompt_needs_logits or not self.cache.extend(request.lease, end):
                 return None
             # An answer that ends by its length needs one more row, for its last state alone.
             left = request.params.num_tokens_to_generate - request.num_generated
@@ -212,12 +212,6 @@ class Scheduler:
             return None
         self._ahead = ahead
         return ahead.plan({})
-
-    def _can_go_on(self, request: Request, end: int) -> bool:
-        """Return whether there is room for a decode's token before `end`, after which no state is
-        to be saved."""
-        positions = self.cache.positions_to_save(request.lease, end)
-        return not (positions and max(positions) == end) and self.cache.extend(request.lease, end)
 
     def drop_void(self, plan: StepPlan, result: StepResult) -> None:
         """Take rows out of the step ahead, of this plan, that have nothing to compute: their
@@ -230,14 +224,18 @@ class Scheduler:
             and work.request_id not in result.again
         ]
 
-    def let_draw(self, plan: StepPlan) -> None:
-        """Give a plan of `schedule_ahead` its draws, and make it the current one."""
+    def go_on(self, plan: StepPlan) -> None:
+        """Give a plan of `schedule_ahead` its draws and saves, and make it the current one."""
         self._builder, self._ahead = self._ahead, None
-        goes_on = {chunk.request.request_id: chunk for chunk in self._builder.chunks}
+        self._states.reserve(self._builder)
+        chunks = {chunk.request.request_id: chunk for chunk in self._builder.chunks}
         for work in plan.work:
-            chunk = goes_on.get(work.request_id)
-            if chunk is not None and not chunk.request.done:
-                chunk.draws, work.draws = True, draws_of(chunk.request)
+            chunk = chunks.get(work.request_id)
+            if chunk is not None:
+                if chunk.reservations:
+                    work.saves = chunk.saves()
+                if not chunk.request.done:
+                    chunk.draws, work.draws = True, draws_of(chunk.request)
 
     def schedule_moves(self) -> StepPlan:
         """Plan the moves due before the next step: forks of samples, and the last states of ending
@@ -451,8 +449,7 @@ class Scheduler:
             if chunk.draws:
                 request.status = RequestStatus.DECODE
             if request.status is RequestStatus.CLOSING:
-                # That it ends was not known when its row was planned ahead.
-                self._end(request) if chunk.source >= 0 else self._retire(request)
+                self._retire(request)
         for request, reservation in builder.ending.items():
             self._commit_last(request)
             self._states.publish(request, [reservation], result)
@@ -573,7 +570,7 @@ class Scheduler:
         forward pass for that."""
         request.status = RequestStatus.CLOSING
         if self._ahead is not None and any(c.request is request for c in self._ahead.chunks):
-            return  # its row computes the last token, if that is wanted or not
+            return  # its last token is computed, if that is wanted or not
         if self.cache.mode != "restore" or request.num_computed == request.num_tokens:
             self._end(request)
 

@@ -162,8 +162,7 @@ class ModelRunner:
                     self._restore(restore)
         if plan.work or plan.ready:
             launched.logits_nV = self.forward(plan)
-            self.queue_draws(launched)
-            self._save(plan, result)
+            self.launch_rest(launched)
         for save in plan.saves:
             self._save_state(self.memory.slots[save.slot], save, save.request_id, result)
         return launched
@@ -177,11 +176,14 @@ class ModelRunner:
         return launched
 
     @torch.inference_mode()
-    def queue_draws(self, launched: Launched) -> None:
-        """Queue the draws and scores of a step whose forward is queued, and their copy."""
+    def launch_rest(self, launched: Launched) -> None:
+        """Queue what follows a forward: draws, scores and their copy to the host; saves."""
+        if launched.logits_nV is not None:
+            self._launch_draws(launched)
+        self._save(launched.plan, launched.result)
+
+    def _launch_draws(self, launched: Launched) -> None:
         plan, logits_nV = launched.plan, launched.logits_nV
-        if logits_nV is None:
-            return
         drawn = launched.drawn = self.sample(plan, logits_nV)
         launched.scores = self.score(plan, logits_nV)
         tensors = [tensor for each in launched.scores.values() for tensor in each]

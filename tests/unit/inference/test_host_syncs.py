@@ -31,7 +31,7 @@ def engine_without_syncs(monkeypatch, model, **fields):
             return to_host(copy)
 
     runner = engine.runner
-    for method in (runner.launch, runner.launch_ahead, runner.queue_draws, runner.collect):
+    for method in (runner.launch, runner.launch_ahead, runner.launch_rest, runner.collect):
         without_syncs(method)
     monkeypatch.setattr(model_runner, "to_host", counted)
     return engine, waits
