@@ -108,9 +108,9 @@ class InferenceConfig:
     of a prompt always run without a graph."""
 
     async_scheduling: bool = False
-    """Plan and launch a step of decodes while the device runs the step before, whose tokens it takes
-    on the device. Other steps wait for the tokens: with a part of a prompt, drafts, states to save,
-    pipeline stages. Answers are the same."""
+    """Plan and launch a step of decodes while the device runs the one before, whose tokens it takes
+    there. Steps with a part of a prompt or with drafts wait, and so do pipeline stages. Answers are
+    the same."""
 
     warm_up: bool = True
     """On a CUDA device, run steps without a request before the first request, so that no request

@@ -51,7 +51,7 @@ class OutputProcessor:
             if params.top_n_logprobs:
                 request.top_n_logprobs.append(sampled.top_log_probs)
         try:
-            stops = stops or bool(params.stop_words) and self._ends_with_stop_word(request)
+            stops = stops or (bool(params.stop_words) and self._ends_with_stop_word(request))
             stops = stops or request.follow_guide()
         except BaseException as error:
             _raise_interrupt(error)

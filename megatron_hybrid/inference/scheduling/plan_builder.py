@@ -20,7 +20,6 @@ from megatron_hybrid.inference.scheduling.step_plan import (
     Work,
 )
 
-
 _UNKNOWN = np.zeros(1, np.int32)
 
 

@@ -215,7 +215,10 @@ class Scheduler:
 
     def drop_void(self, plan: StepPlan, result: StepResult) -> None:
         """Take rows out of the step ahead, of this plan, that have nothing to compute: their
-        requests have ended before, or their tokens were drawn again. result: of the current step."""
+        requests have ended before, or their tokens were drawn again.
+
+        result: of the current step.
+        """
         self._ahead.chunks = [
             chunk
             for chunk, work in zip(self._ahead.chunks, plan.work)

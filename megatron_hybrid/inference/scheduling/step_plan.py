@@ -202,7 +202,7 @@ class StepResult:
     unrestored: dict[int, str] = field(default_factory=dict)
     """Restores that lacked memory, by request id; what these requests drew and saved is void."""
     again: set[int] = field(default_factory=set)
-    """Ids of requests whose token was drawn again, so that a step launched ahead did not have it."""
+    """Ids of requests whose token was drawn again: a step that was launched ahead has another."""
     prompt_scores: dict[int, PromptScores] = field(default_factory=dict)
     """Scores of `Work.scored`, by request id."""
     unsaved: dict[tuple[int, int], str] = field(default_factory=dict)

@@ -25,6 +25,7 @@ from megatron_hybrid.inference.scheduling.step_plan import StepPlan
 from megatron_hybrid.inference.weights.change_detector import forward_hooks
 from megatron_hybrid.inference.worker.context import DynamicInferenceContext
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
 from megatron_hybrid.ops.to_device import to_device
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ def planned_bytes(
     step = step_bytes(model, spec, states, sizes[1][-1], most_rows, max_sequence_length)
     logits = most_rows * model.vocab_size * model.config.params_dtype.itemsize
     num_graphs = sum(map(len, sizes.values()))
+    num_graphs += len(sizes[1]) * (len(sizes) > 1 and hasattr(model, "mtp"))
     return step + logits + num_graphs * _GRAPH_BYTES + _WORKSPACE_BYTES
 
 
@@ -102,6 +104,9 @@ class GraphRunner:
         context: over a memory with one live slot more than requests.
         sizes: from `graph_sizes`.
         ranks: those of the model, which capture the same graphs.
+
+    Passes of the MTP head, where the context has one that keeps no states, have graphs of the same
+    numbers of decodes; their key has 0 rows.
     """
 
     def __init__(
@@ -112,6 +117,10 @@ class GraphRunner:
         ranks: Ranks,
     ):
         self._model, self._context, self.sizes, self._ranks = model, context, sizes, ranks
+        self._has_head = context.prediction is not None and not any(
+            layer.states for layer in model.prediction_requirements()
+        )
+        self._hidden: Tensor | None = None  # what passes of the head read and write, [rows, H]
         self._graphs: dict[tuple[int, int], CudaGraph] = {}
         self._read: list[int] = []  # see `_what_is_read`
         self._logits: Tensor | None = None  # what all graphs write, [rows, V]
@@ -131,13 +140,14 @@ class GraphRunner:
         """(decodes, rows of each) of all graphs, the largest first: the smaller ones then find room
         in the memory that they share."""
         found = [(size, rows) for rows, sizes in self.sizes.items() for size in sizes]
+        found += [(size, 0) for size in self.sizes[1]] if self._has_head else []
         return sorted(found, key=lambda key: key[0] * key[1], reverse=True)
 
     def drop(self) -> None:
         """Drop all graphs, where memory that they read may change its place."""
         self._graphs.clear()
         self._context.forget_layouts()
-        self._pool, self._logits, self._read = None, None, []
+        self._pool, self._logits, self._hidden, self._read = None, None, None, []
 
     def hold(self) -> bool:
         """Return whether all ranks have graphs that read the model as it is, whatever its weights
@@ -178,6 +188,30 @@ class GraphRunner:
             logits_nV = torch.cat([logits_nV, ready_nV.to(logits_nV.dtype)])
         return logits_nV
 
+    def predict(self, plan: StepPlan, ids_n: Tensor | None) -> Tensor | None:
+        """Logits [n, V] of a pass of the MTP head over decodes, valid until the next one.
+
+        Args:
+            plan: its work alone.
+            ids_n: their tokens, where they are drafts: the pass goes on from what the one before
+                has made of at least these decodes. None: it is the first one.
+
+        Returns:
+            None: there is no graph, and nothing has changed.
+        """
+        count = len(plan.work)
+        size = next((size for size in self.sizes[1] if size >= count), 0)
+        if (graph := self._graphs.get((size, 0))) is None:
+            return None
+        context = self._context
+        context.begin_step(plan, size)
+        if ids_n is None:
+            self._hidden[:count] = context.live_hidden()[:count]
+        else:
+            context.input_ids[0, :count] = ids_n[:count]
+        graph.replay()
+        return graph.output[:count]
+
     def capture(self, size: int, num_rows: int) -> bool:
         """Capture steps of `size` decodes of so many rows, unless that is done. Call it on all
         ranks, between steps. Returns whether there is a graph; if it fails on one of them, there is
@@ -206,15 +240,19 @@ class GraphRunner:
         """Capture steps of `size` decodes, by one of rows of no request."""
         if self._hooks():
             raise RuntimeError("a module has forward hooks, which a replay would not call")
-        context = self._context
-        context.begin_step(StepPlan(), size, num_rows)
-        output = self._room_for_logits(exchange)[: size * num_rows]
+        context, model = self._context, self._model
+        context.begin_step(StepPlan(), size, max(1, num_rows))
+        output = self._room_for_logits(exchange)[: size * max(1, num_rows)]
+        hidden_Th = self._room_for_hidden(context.input_ids.shape[1])
 
         def run() -> Tensor:
             exchange.require_all()
             context.begin_pass()
-            logits_nV = self._model(context.input_ids, inference_context=context)[0]
-            return output.copy_(logits_nV)
+            if num_rows:
+                return output.copy_(model(context.input_ids, inference_context=context)[0])
+            predicted_Th = model.predict(hidden_Th, context.input_ids[0], context.prediction)
+            hidden_Th.copy_(predicted_Th)
+            return output.copy_(model.compute_logits(predicted_Th[:size]))
 
         device = context.memory.device
         capture = CAPTURES[device.type]
@@ -236,6 +274,18 @@ class GraphRunner:
             sample_nV = self._model(context.input_ids, inference_context=context)[0]
             self._logits = sample_nV.new_empty(size * rows, sample_nV.shape[1])
         return self._logits
+
+    def _room_for_hidden(self, num_rows: int) -> Tensor:
+        if self._hidden is None:
+            rows = -(-self.sizes[1][-1] // ROW_ALIGNMENT) * ROW_ALIGNMENT
+            config = self._model.config
+            self._hidden = torch.zeros(
+                rows,
+                config.hidden_size,
+                dtype=config.params_dtype,
+                device=self._context.memory.device,
+            )
+        return self._hidden[:num_rows]
 
 
 class _Exchange:

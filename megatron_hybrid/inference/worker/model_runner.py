@@ -295,23 +295,18 @@ class ModelRunner:
                 Keys and values of the part are written there and at the drafts but the last.
             most: drafts of each, at least 1, descending.
         """
-        context, drafts = self.context.prediction, []
+        context, drafts, hidden_Th = self.context.prediction, [], None
         context.begin_drafts()
         try:
             with self._computing():
                 for number in range(most[0]):
                     count = sum(own > number for own in most)
                     at = [replace(own, start=own.start + number) for own in works[:count]]
-                    self.context.begin_step(StepPlan(work=at))
-                    ids_T = self.context.input_ids[0]
-                    if number:
-                        ids_T = F.pad(drafts[-1][:count], (0, len(ids_T) - count))
-                    else:
-                        hidden_Th = self.context.live_hidden()
-                    hidden_Th = hidden_Th[:count].to(self.model.config.params_dtype)
-                    hidden_Th = F.pad(hidden_Th, (0, 0, 0, len(ids_T) - count))
-                    hidden_Th = self.model.predict(hidden_Th, ids_T, context)
-                    logits_nV = self.model.compute_logits(hidden_Th[:count])
+                    ids_n, logits_nV = drafts[-1] if drafts else None, None
+                    if self.graphs is not None and hidden_Th is None:
+                        logits_nV = self.graphs.predict(StepPlan(work=at), ids_n)
+                    if logits_nV is None:
+                        logits_nV, hidden_Th = self._predicted(at, ids_n, hidden_Th)
                     draws = [
                         draw._replace(position=draw.position + number)
                         for own in at
@@ -324,6 +319,23 @@ class ModelRunner:
             context.end_drafts()
         columns = to_host(HostCopy(drafts))
         return [[column[i] for column in columns[:own]] for i, own in enumerate(most)]
+
+    def _predicted(
+        self, works: list[Work], ids_n: Tensor | None, hidden_Th: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """A pass of the MTP head without a graph: logits [n, V] and hidden states. ids_n,
+        hidden_Th: of the pass before; None: it is the first one."""
+        context, count = self.context, len(works)
+        context.begin_step(StepPlan(work=works))
+        ids_T = context.input_ids[0]
+        if ids_n is None:
+            hidden_Th = context.live_hidden()
+        else:
+            ids_T = F.pad(ids_n[:count], (0, len(ids_T) - count))
+        hidden_Th = hidden_Th[:count].to(self.model.config.params_dtype)
+        hidden_Th = F.pad(hidden_Th, (0, 0, 0, len(ids_T) - count))
+        hidden_Th = self.model.predict(hidden_Th, ids_T, context.prediction)
+        return self.model.compute_logits(hidden_Th[:count]), hidden_Th
 
     def sample(self, plan: StepPlan, logits_nV: Tensor) -> Drawn | None:
         """Draw the tokens of a plan, on the device. None: it has no draws."""

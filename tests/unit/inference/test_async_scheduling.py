@@ -28,7 +28,9 @@ KINDS = (
     {"seed": 8},  # guided
 )
 PARAMS = [SamplingParams(**{"num_tokens_to_generate": 14, **kind}) for kind in KINDS]
-PROMPTS = [random_tokens(length, seed=length) for length in (5, 33, 60, 17, 9, 48, 1, 20, 31, 12, 25)]
+PROMPTS = [
+    random_tokens(length, seed=length) for length in (5, 33, 60, 17, 9, 48, 1, 20, 31, 12, 25)
+]
 
 
 def told(result) -> tuple:
@@ -68,7 +70,11 @@ def test_the_next_step_is_launched_before_the_tokens_are_read(monkeypatch):
     runner = engine.runner
     for name in ("launch", "launch_ahead", "collect"):
         method = getattr(runner, name)
-        noted = lambda *args, name=name, method=method: events.append(name) or method(*args)
+
+        def noted(*args, name=name, method=method):
+            events.append(name)
+            return method(*args)
+
         monkeypatch.setattr(runner, name, noted)
     engine.generate(random_tokens(9), greedy(6))
     prompt, decode = ["launch", "collect"], ["launch_ahead", "collect"]

@@ -1,5 +1,7 @@
 """Drafts by a model's MTP head, against that part written out."""
 
+from functools import partial
+
 import pytest
 import torch
 from drafted import poison_rejected
@@ -84,14 +86,25 @@ def test_tokens_and_hits_are_those_without_drafts(pattern, params):
         assert drafts and drafts == written_out(model, tokens, len(drafts), params)
 
 
-def test_replayed_decodes_keep_the_rows_of_the_part():
-    model, found = tiny_model(PATTERNS[0]), []
+def test_replayed_decodes_keep_the_rows_of_the_part(monkeypatch):
+    """Passes of the part are replayed, too."""
+    model, found, launched = tiny_model(PATTERNS[0]), [], []
+
+    def launched_pass(predicted, *args):
+        launched.append(args)
+        return predicted(*args)
+
     with recorded_graphs(), grouped_experts():
         for has_graphs in (False, True):
             engine = tiny_engine(model, speculation="mtp", cuda_graphs=has_graphs)
             found.append(noted(engine, used=False))
+            monkeypatch.setattr(
+                engine.runner, "_predicted", partial(launched_pass, engine.runner._predicted)
+            )
             engine.generate(PROMPTS, greedy(6))
             assert bool(engine.stats()["graph_steps"]) == has_graphs
+            assert bool(launched) != has_graphs
+            launched.clear()
     assert found[0] == found[1] and len(found[0]) == 8
 
 

@@ -22,10 +22,10 @@ from transformers import (
 from megatron_hybrid.inference.sampling_params import Draw, SamplingParams, model_defaults
 from megatron_hybrid.inference.worker import model_runner, sampler
 from megatron_hybrid.inference.worker.sampler import (
+    HostCopy,
     gumbel_noise,
     noise_keys,
     processed_log_probs,
-    HostCopy,
     to_host,
     token_hash,
 )
