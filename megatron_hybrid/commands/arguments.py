@@ -204,6 +204,7 @@ _SERVED: dict[str, dict[str, Any]] = {
     "speculation": {"metavar": "HOW"},
     "num_speculative_tokens": {"type": int, "metavar": "N"},
     "cuda_graphs": {"action": "store_true"},
+    "async_scheduling": {"action": "store_true"},
     "warm_up": {"action": argparse.BooleanOptionalAction},
     "logprobs_mode": {"metavar": "MODE"},
     "otlp_traces_endpoint": {"metavar": "URL"},

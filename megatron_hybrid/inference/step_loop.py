@@ -190,7 +190,7 @@ class StepLoop:
             self.num_ahead += 1
         self._answer(launched, ahead)
         if ahead is not None:
-            scheduler.go_on(ahead.plan)
+            scheduler.ahead.go_on(ahead.plan)
             self._runner.launch_rest(ahead)
             self._launched = ahead
 
@@ -198,7 +198,7 @@ class StepLoop:
         scheduler, plan = self._scheduler, launched.plan
         result = self._runner.collect(launched)
         if ahead is not None:
-            scheduler.drop_void(ahead.plan, result)
+            scheduler.ahead.drop_void(ahead.plan, result)
         gained = scheduler.accept(result.accepted, self._live.append) if result.accepted else []
         owners = scheduler.complete(result)
         if self._has_drafts and any(work.draft_draws for work in plan.work):

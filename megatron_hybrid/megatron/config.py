@@ -246,7 +246,6 @@ WITHOUT_EFFECT = {
     "metrics_writer": "engine.engine.metrics() has the metrics, in Prometheus' format",
     "logging_step_interval": "engine.engine.stats() has the counters",
     "sampling_backend": "sampling is a pure function of logits and seed, in torch",
-    "async_sched_mode": "a step is planned, then run",
     "request_metadata_types": "the engine keeps a request's own parameters",
     "use_synchronous_zmq_collectives": "replicas meet in changes of state alone",
     "disable_ep_consensus": "all expert-parallel ranks run the same steps",
@@ -375,6 +374,7 @@ def engine_config(config: InferenceConfig, model: HybridModel, model_config: Any
         speculation="lookup" if config.num_speculative_tokens else "off",
         num_speculative_tokens=config.num_speculative_tokens or 1,
         cuda_graphs=has_graphs,
+        async_scheduling=config.async_sched_mode is not AsyncScheduleMode.LEGACY,
         logprobs_mode=config.logprobs_mode,
         random_seed=seed,
     )

@@ -40,7 +40,7 @@ class Chunk:
     """The last of them has ended the answer."""
     reservations: list[Reservation] = field(default_factory=list)
     source: int = -1
-    """As `Work.source`: its only token is not known yet."""
+    """Number as `Work.source`: its only token is not known yet."""
 
     @property
     def last(self) -> int:
@@ -158,3 +158,14 @@ class PlanBuilder:
                 for r, saved in self.ending.items()
             ],
         )
+
+
+@dataclass
+class Plans:
+    """The steps of a scheduler that are being planned, or run."""
+
+    current: PlanBuilder = field(default_factory=PlanBuilder)
+    next: PlanBuilder = field(default_factory=PlanBuilder)
+    """Moves that are due before the next step, with it or without."""
+    ahead: PlanBuilder | None = None
+    """The step after the current one, if it is launched already."""

@@ -27,13 +27,14 @@ from megatron_hybrid.inference.scheduling.draft_planner import DraftPlanner
 from megatron_hybrid.inference.scheduling.plan_builder import (
     Chunk,
     PlanBuilder,
+    Plans,
     copies_of,
-    draws_of,
     tables_of,
 )
 from megatron_hybrid.inference.scheduling.short_prompts import ShortPrompts
 from megatron_hybrid.inference.scheduling.single_flight import SingleFlight
 from megatron_hybrid.inference.scheduling.state_saver import StateSaver
+from megatron_hybrid.inference.scheduling.step_ahead import StepAhead
 from megatron_hybrid.inference.scheduling.step_plan import (
     Park,
     Restore,
@@ -102,10 +103,9 @@ class Scheduler:
         self.running: list[Request] = []  # in order of arrival
         self._max_requests = max_requests
         self.free_slots = list(range(max_requests - 1, -1, -1))
-        self._builder = PlanBuilder()  # of the current plan
-        self._next = PlanBuilder()  # of the next plan
-        self._ahead: PlanBuilder | None = None  # of a plan that is launched before the current ends
-        self._known_waiting: tuple[int, int] | None = None  # see `schedule_ahead`
+        self._plans = Plans()
+        self.ahead = StepAhead(cache, self._states, self._plans)
+        self._known_waiting: tuple[int, int] | None = None  # numbers, if none of them can start
         self._admitting: Request | None = None
         self._suspects: dict[Request, None] = {}  # of what made steps fail
         self.num_preemptions = 0
@@ -182,63 +182,12 @@ class Scheduler:
         return builder.plan(self.fetches.take_loads())
 
     def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """Plan the step after `plan`, the current one, while it runs: each decode goes on by the
-        token that it draws. `go_on` completes the plan when that token is known.
-
-        None: what comes next depends on the current step, or is more than decodes: a part of a
-        prompt, moves, drafts, a request that may start, pages that are not there.
-        """
-        chunks, waits = self._builder.chunks, bool(self.waiting)
-        if waits and self._known_waiting != (len(self.waiting), len(self.running)):
+        """Plan the step after `plan`, the current one, while it runs. None: it depends on what that
+        one draws, or a request may start in it, so it is planned when the tokens are known."""
+        has_new = self.waiting and self._known_waiting != (len(self.waiting), len(self.running))
+        if has_new or self._suspects or self.fetches.is_busy:
             return None
-        if self._suspects or self.fetches.is_busy or plan.has_moves or plan.ready:
-            return None
-        sources = {owner: number for number, (owner, _) in enumerate(plan.draws())}
-        ahead = PlanBuilder()
-        for chunk in chunks:
-            request, end = chunk.request, chunk.end + 1
-            if request.status is RequestStatus.CLOSING:
-                continue
-            if not chunk.draws or chunk.draft_draws or request.siblings:
-                return None
-            if request.prompt_needs_logits or not self.cache.extend(request.lease, end):
-                return None
-            # An answer that ends by its length needs one more row, for its last state alone.
-            left = request.params.num_tokens_to_generate - request.num_generated
-            if left > 1 or (left == 1 and self.cache.mode == "restore"):
-                source = sources[request.request_id]
-                ahead.add(Chunk(request, end - 1, end, draws=False, source=source))
-        if not ahead.chunks:
-            return None
-        self._ahead = ahead
-        return ahead.plan({})
-
-    def drop_void(self, plan: StepPlan, result: StepResult) -> None:
-        """Take rows out of the step ahead, of this plan, that have nothing to compute: their
-        requests have ended before, or their tokens were drawn again.
-
-        result: of the current step.
-        """
-        self._ahead.chunks = [
-            chunk
-            for chunk, work in zip(self._ahead.chunks, plan.work)
-            if (token := result.sampled[work.request_id].token) >= 0
-            and token not in work.stops
-            and work.request_id not in result.again
-        ]
-
-    def go_on(self, plan: StepPlan) -> None:
-        """Give a plan of `schedule_ahead` its draws and saves, and make it the current one."""
-        self._builder, self._ahead = self._ahead, None
-        self._states.reserve(self._builder)
-        chunks = {chunk.request.request_id: chunk for chunk in self._builder.chunks}
-        for work in plan.work:
-            chunk = chunks.get(work.request_id)
-            if chunk is not None:
-                if chunk.reservations:
-                    work.saves = chunk.saves()
-                if not chunk.request.done:
-                    chunk.draws, work.draws = True, draws_of(chunk.request)
+        return self.ahead.plan(plan)
 
     def schedule_moves(self) -> StepPlan:
         """Plan the moves due before the next step: forks of samples, and the last states of ending
@@ -246,8 +195,8 @@ class Scheduler:
         return self._begin().plan({})
 
     def _begin(self) -> PlanBuilder:
-        self._builder, self._next = self._next, PlanBuilder()
-        return self._builder
+        self._plans.current, self._plans.next = self._plans.next, PlanBuilder()
+        return self._plans.current
 
     def _budget(self, builder: PlanBuilder) -> int:
         kept = sum(builder.kept.values()) if builder.kept else 0
@@ -409,7 +358,7 @@ class Scheduler:
             Their requests, once for each token.
         """
         owners = []
-        for chunk in self._builder.chunks:
+        for chunk in self._plans.current.chunks:
             for sampled in accepted.get(chunk.request.request_id, ()):
                 owners.append(chunk.request)
                 chunk.num_accepted += 1
@@ -421,7 +370,7 @@ class Scheduler:
     def complete(self, result: StepResult) -> list[Request]:
         """Record the results of the last plan: blocks and saved states become visible to others.
         Returns the requests with a token in `result.sampled`, each before its forks."""
-        builder, self._builder = self._builder, PlanBuilder()
+        builder, self._plans.current = self._plans.current, PlanBuilder()
         for request in builder.parks:
             if request.request_id in result.not_parked:
                 request.parked_tokens = 0
@@ -511,7 +460,7 @@ class Scheduler:
                     queued.append(sibling)
                     continue
                 self._start(sibling, lease)
-                self._next.restores[sibling] = Restore(
+                self._plans.next.restores[sibling] = Restore(
                     sibling.request_id, sibling.slot, *copies_of(lease), source_slot=request.slot
                 )
                 sibling.num_computed = request.num_computed
@@ -546,10 +495,10 @@ class Scheduler:
     def abort(self) -> None:
         """Roll back after a failed step. Its unrecorded results are dropped: pages and live slots
         may be half written. All running requests are queued again and start from the cache."""
-        for request in self._builder.parks:
+        for request in self._plans.current.parks:
             request.parked_tokens = 0  # the runner may have its bytes, or not
-        self._next = PlanBuilder(drops=self._builder.drops + self._next.drops)
-        self._builder, self._ahead, self._admitting = PlanBuilder(), None, None
+        self._plans.next = PlanBuilder(drops=self._plans.current.drops + self._plans.next.drops)
+        self._plans.current, self._plans.ahead, self._admitting = PlanBuilder(), None, None
         self.fetches.abort()
         running = self.running[::-1]
         leases = [self._take_lease(request) for request in running]
@@ -572,8 +521,8 @@ class Scheduler:
         """End an answered request, once its last state is saved; its last token may need one more
         forward pass for that."""
         request.status = RequestStatus.CLOSING
-        if self._ahead is not None and any(c.request is request for c in self._ahead.chunks):
-            return  # its last token is computed, if that is wanted or not
+        if self.ahead.computes(request):
+            return  # its last token, if that is wanted or not
         if self.cache.mode != "restore" or request.num_computed == request.num_tokens:
             self._end(request)
 
@@ -586,7 +535,7 @@ class Scheduler:
                 self.fetches.leave(request.fetch)
         finally:
             if request.lease is None:
-                self._next.drops.append(request.request_id)
+                self._plans.next.drops.append(request.request_id)
                 request.status = RequestStatus.FINISHED
             else:
                 request.status = RequestStatus.CLOSING
@@ -594,8 +543,8 @@ class Scheduler:
 
     def _end(self, request: Request) -> None:
         """End a running request: with the next plan if its state is worth its room, else now."""
-        if request in self._next.restores:  # a fork that was not executed yet
-            self._next.remove(request)
+        if request in self._plans.next.restores:  # a fork that was not executed yet
+            self._plans.next.remove(request)
             self._end_lease(request)
             request.status = RequestStatus.FINISHED
             return
@@ -607,7 +556,7 @@ class Scheduler:
             if reservation is None:
                 self._retire(request)
             else:
-                self._next.ending[request] = reservation
+                self._plans.next.ending[request] = reservation
 
     @property
     def closing(self) -> list[Request]:

@@ -108,8 +108,8 @@ class Work:
     adapter_slot: int = -1
     """The slot of the request's adapter; -1: it has none."""
     source: int = -1
-    """Of a step that was launched ahead: its token is what this draw of the step before draws, so
-    that `tokens` do not tell it yet. -1: they do."""
+    """Number of the draw of the step before that draws its token, where it is launched ahead and
+    `tokens` do not have that token yet. -1: they do."""
     stops: tuple[int, ...] = ()
     """Tokens that a row with a `source` does not compute, as it does none below 0: its request has
     ended before them."""

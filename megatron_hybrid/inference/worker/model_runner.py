@@ -482,7 +482,7 @@ class Launched:
     drawn: Drawn | None = None
     scores: dict[int, Scores] = field(default_factory=dict)
     copy: HostCopy | None = None
-    """Of what was drawn and scored; None: nothing was."""
+    """What was drawn and scored; None: nothing was."""
 
     def keep_logits(self, are_shared: bool) -> None:
         """Let the next forward not overwrite the logits that a row may be drawn from again.

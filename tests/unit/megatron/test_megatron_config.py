@@ -43,7 +43,6 @@ OTHER_VALUES = {
     "metrics_writer": object(),
     "logging_step_interval": 10,
     "sampling_backend": "flashinfer",
-    "async_sched_mode": "async",
     "request_metadata_types": [("temperature", torch.float32)],
     "use_synchronous_zmq_collectives": True,
     "disable_ep_consensus": True,
@@ -189,9 +188,11 @@ def test_max_tokens_has_megatrons_default():
     ],
 )
 def test_decodes_are_captured_where_the_models_config_asks_for_it(fields, wanted):
-    small = InferenceConfig(buffer_size_gb=4 * MIB)
+    small = InferenceConfig(
+        buffer_size_gb=4 * MIB, async_sched_mode="async" if wanted else "legacy"
+    )
     made = config.engine_config(small, tiny_model(), SimpleNamespace(**fields))
-    assert made.cuda_graphs is wanted
+    assert made.cuda_graphs is made.async_scheduling is wanted
 
 
 def test_drafts_are_looked_up_where_the_config_asks_for_speculative_tokens():
