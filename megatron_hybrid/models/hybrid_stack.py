@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
+from functools import partial
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,7 @@ from megatron_hybrid.models.mixers.base import LayerCache, MixerPlace, StackInpu
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.norms import is_plain
 from megatron_hybrid.models.recompute import is_selected, recompute, recompute_if, recompute_output
+from megatron_hybrid.models.residual_streams import LowRankResidual, ResidualStreams
 from megatron_hybrid.models.sharding.collectives import gather_rows, split_rows
 
 layer_watcher: ContextVar[Callable[[str, nn.Module], None] | None]
@@ -54,7 +57,8 @@ class ResidualSums:
 
 class HybridLayer(MegatronModule):
     """stream_multiplier * x + dropout(residual_multiplier * post_norm(mixer(norm(x)))), times the
-    layer scalar; norm(x) in place of x where `norm_placement` says so.
+    layer scalar; norm(x) in place of x where `norm_placement` says so, and with `residual_rank` x +
+    `LowRankResidual`(norm(x)).
 
     Args:
         config: configuration of the layer.
@@ -97,6 +101,10 @@ class HybridLayer(MegatronModule):
         self.add_module(self.norm_name, norm)
         self.add_module(self.mixer_name, mixer)
         self.post_layernorm = post_norm
+        low_rank = (
+            None if config.residual_rank is None else LowRankResidual(config, get_norm(config))
+        )
+        self.low_rank_residual = low_rank
         scalar = torch.ones(1, dtype=config.params_dtype) if config.layer_scalar else None
         self.register_buffer("layer_scalar", scalar)
 
@@ -113,12 +121,13 @@ class HybridLayer(MegatronModule):
     ) -> Tensor:
         """[T, hidden] -> [T, hidden]; this rank's rows under sequence parallelism. With
         `fp32_residual_connection` both are fp32, the mixer runs in `params_dtype`."""
-        sums = sums or ResidualSums()
+        sums, stream_Th = sums or ResidualSums(), hidden_Th
+        # The mixer norms it again, by the same launch: it may be computed again on its own.
         if self.config.norm_placement == "stream":
-            # The mixer norms it again, by the same launch: it may be computed again on its own.
             stream_Th = sums.normed(self._modules[self.norm_name], hidden_Th)
-        else:
-            stream_Th = hidden_Th
+        if self.low_rank_residual is not None:
+            normed_Th = sums.normed(self._modules[self.norm_name], hidden_Th)
+            stream_Th = stream_Th + self.low_rank_residual(normed_Th)
         output, bias = recompute_if(
             self.recomputes_mixer, self, self._mix, hidden_Th, context, inputs, sums
         )
@@ -184,8 +193,13 @@ class HybridStack(MegatronModule):
             self.layers.append(layer)
             if watch := layer_watcher.get():
                 watch(f"decoder.layers.{i}.", layer)
+        self.streams = (
+            ResidualStreams(config, self.layer_type_list.count("P"), get_norm(config))
+            if config.num_residual_streams
+            else None
+        )
         self.recomputed_layers = self._recomputed_layers()
-        """Numbers of layers, from the first one on, that are recomputed together."""
+        """Numbers of `_steps`, from the first one on, that are recomputed together."""
         self.final_norm = (
             get_norm(config)(
                 config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
@@ -195,7 +209,7 @@ class HybridStack(MegatronModule):
         )
 
     def _recomputed_layers(self) -> list[int]:
-        config, layers = self.config, len(self.layers)
+        config, layers = self.config, len(self._steps())
         if config.recompute_granularity != "full":
             return []
         size = config.recompute_num_layers
@@ -217,22 +231,37 @@ class HybridStack(MegatronModule):
     def forward(self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs) -> Tensor:
         """[T, hidden] -> [T, hidden], normed where this is the last stage; this rank's rows under
         sequence parallelism."""
-        layers = list(self.layers)
+        layers = self._steps()
+        if self.streams is not None:
+            hidden_Th = self.streams.split(hidden_Th)
         if self.training and torch.is_grad_enabled():
             for size in self.recomputed_layers:
                 first, layers = layers[:size], layers[size:]
                 hidden_Th = recompute(_run, first, hidden_Th, context, inputs)
         sums = ResidualSums(self._norms_of_sums(layers))
         hidden_Th = _run(layers, hidden_Th, context, inputs, sums)
+        if self.streams is not None:
+            hidden_Th = self.streams.merge(hidden_Th)
         if self.final_norm is None:
             return hidden_Th
         if self.config.fp32_residual_connection:
             hidden_Th = hidden_Th.to(self.config.params_dtype)
         return sums.normed(self.final_norm, hidden_Th)
 
-    def _norms_of_sums(self, layers: Sequence[HybridLayer]) -> Iterator[nn.Module | None]:
+    def _steps(self) -> list[Callable[..., Tensor]]:
+        """What the residual stream goes through: the layers. Several streams go through groups of
+        them, each up to a layer P."""
+        if self.streams is None:
+            return list(self.layers)
+        layers, groups = iter(self.layers), "".join(self.layer_type_list).split("P")
+        return [
+            partial(update, [*islice(layers, len(group) + 1)])
+            for update, group in zip(self.streams.updates, groups)
+        ]
+
+    def _norms_of_sums(self, layers: Sequence[Callable]) -> Iterator[nn.Module | None]:
         """Find each layer's norm that reads its residual sum, where one launch may do both."""
-        if torch.is_grad_enabled() or self.config.fp32_residual_connection:
+        if torch.is_grad_enabled() or self.config.fp32_residual_connection or self.streams:
             return
         norms = [layer._modules[layer.norm_name] for layer in layers[1:]]
         for layer, norm in zip(layers, [*norms, self.final_norm]):
@@ -240,7 +269,7 @@ class HybridStack(MegatronModule):
 
 
 def _run(
-    layers: Iterable[HybridLayer],
+    layers: Iterable[Callable[..., Tensor]],
     hidden_Th: Tensor,
     context: MixerContext,
     inputs: StackInputs,

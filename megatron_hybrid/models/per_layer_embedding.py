@@ -27,7 +27,8 @@ class PerLayerEmbedding(nn.Module):
         super().__init__()
         self.size = config.per_layer_input_size
         width = config.pattern.symbols.count("P") * self.size
-        self.weight = replicated_weight(config, config.vocab_size, width)
+        self.vocab_size = config.per_layer_vocab_size or config.vocab_size
+        self.weight = replicated_weight(config, self.vocab_size, width)
         self.projection = ReplicatedLinear(config, config.hidden_size, width)
         self.norm = norm(config=config, hidden_size=self.size, eps=config.layernorm_epsilon)
 
@@ -37,6 +38,7 @@ class PerLayerEmbedding(nn.Module):
         projected_TJp = self.norm(projected.unflatten(-1, (-1, self.size)))
         # Gemma's factors of embeddings have the dtype of the weights.
         factor = rounded(self.size**0.5, self.weight.dtype)
+        input_ids_T = input_ids_T.masked_fill(input_ids_T >= self.vocab_size, 0)
         own_TJp = F.embedding(input_ids_T, self.weight).view_as(projected_TJp) * factor
         return (projected_TJp + own_TJp) * 2**-0.5
 

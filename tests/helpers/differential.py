@@ -203,6 +203,8 @@ class RandomRun(RandomDraws):
             self.pattern,
             seed=self.seed % 3,
             layernorm_epsilon=1e-2,
+            num_residual_streams=3 if self.pattern.endswith("P") else None,
+            residual_rank=5 if self.pattern.endswith("P") else None,
             sliding_window=int(self._choose([1, 7, 16, 24, 100])),
             attention_chunk_size=int(self._choose([1, 7, 16, 24, 100])),
             softmax_type=str(self._choose(["vanilla", "vanilla", "off-by-one", "learnable"])),

@@ -19,6 +19,8 @@ _OWN = {
     "gemma3_text": "gemma:Gemma3",
     "gemma2": "gemma:Gemma3",
     "gemma3": "gemma:Gemma3",
+    "gemma3n_text": "gemma:Gemma3n",
+    "gemma3n": "gemma:Gemma3n",
     "gemma4_text": "gemma:Gemma4",
     "gemma4": "gemma:Gemma4",
     "glm4": "glm4:Glm4",

@@ -23,7 +23,6 @@ _GENERAL_KEYS: dict[tuple[str, ...], tuple[type, str]] = {
     (
         "vocab_size",
         "hidden_size",
-        "intermediate_size",
         "num_hidden_layers",
         "num_attention_heads",
         "num_key_value_heads",
@@ -32,7 +31,10 @@ _GENERAL_KEYS: dict[tuple[str, ...], tuple[type, str]] = {
         "num_local_experts",
         "num_experts_per_tok",
     ): (int, "a whole number"),
-    ("moe_intermediate_size",): (int | list, "a whole number, or a list of one for each layer"),
+    ("intermediate_size", "moe_intermediate_size"): (
+        int | list,
+        "a whole number, or a list of one for each layer",
+    ),
     ("rms_norm_eps", "initializer_range", "rope_theta"): (int | float, "a number"),
     ("rope_parameters", "rope_scaling", "quantization_config", "linear_attn_config"): (
         Mapping,

@@ -1,12 +1,12 @@
-"""Gemma 2, 3 and 4 (text): sandwich norms, windows between full attention.
+"""Gemma 2, 3, 3n and 4 (text): sandwich norms, windows between full attention.
 
 Gemma 4 has other heads in full attention, keys and values that several layers share, and per-layer
-embeddings.
+embeddings. Gemma 3n has the last two of these, several residual streams and sparse activations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface import fields, tensors
@@ -52,6 +52,18 @@ _DEFAULTS_4 = {
     "vocab_size_per_layer_input": 262144,
     "hidden_size_per_layer_input": 256,
     "num_kv_shared_layers": 0,
+}
+_DEFAULTS_3N = {
+    "vocab_size": 262400,
+    "hidden_size": 2048,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 35,
+    "num_key_value_heads": 2,
+    "sliding_window_pattern": 5,
+    "num_kv_shared_layers": 15,
+    "final_logit_softcapping": 30.0,
+    "altup_num_inputs": 4,
+    "laurel_rank": 64,
 }
 _ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -167,14 +179,10 @@ class Gemma4(Adapter):
         fields.only(hf, attention_bias=False, use_bidirectional_attention=(None, "vision"))
         if hf["hidden_size_per_layer_input"]:
             fields.only(hf, vocab_size_per_layer_input=hf["vocab_size"])
-        # Transformers makes the last one such a layer, whatever is given.
-        kinds = fields.layer_types(hf, "sliding_attention", hf["sliding_window_pattern"])
-        kinds = [*kinds[:-1], "full_attention"]
-        rope = hf.get("rope_parameters") or _ROPE
+        kinds = self.layer_types(hf)
         symbols = fields.symbols_of(kinds, fields.WINDOW_SYMBOLS, hf["num_hidden_layers"])
         overrides = {
-            symbol: fields.rotary({"rope_parameters": rope[kind]})
-            for kind, symbol in dict(zip(kinds, symbols)).items()
+            symbol: self.rotary(hf, kind) for kind, symbol in dict(zip(kinds, symbols)).items()
         }
         if hf.get("attention_k_eq_v"):
             overrides["*"]["keys_as_values"] = True
@@ -206,6 +214,25 @@ class Gemma4(Adapter):
             **(_experts(hf) if hf.get("enable_moe_block") else {}),
         }
 
+    def layer_types(self, hf: Mapping[str, Any]) -> list[str]:
+        """Transformers makes the last one full attention, whatever is given."""
+        kinds = fields.layer_types(hf, "sliding_attention", hf["sliding_window_pattern"])
+        return [*kinds[:-1], "full_attention"]
+
+    def rotary(self, hf: Mapping[str, Any], kind: str) -> dict[str, Any]:
+        """RoPE of a layer type."""
+        return fields.rotary({"rope_parameters": (hf.get("rope_parameters") or _ROPE)[kind]})
+
+    def ignored_names(self, names: Collection[str], config: HybridConfig) -> set[str]:
+        """See `Adapter.ignored_names`: released folders have keys and values that nobody reads, in
+        layers that read those of others."""
+        step = 2 if config.per_layer_input_size is None else 3
+        layers = [config.for_layer(number) for number in range(1, config.num_layers, step)]
+        shared = [i for i, layer in enumerate(layers) if layer.kv_source_layer is not None]
+        unused = tuple(f"model.layers.{i}.self_attn.{part}_" for i in shared for part in "kv")
+        found = super().ignored_names(names, config)
+        return found | {name for name in names if name.startswith(unused)}
+
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
         step = 2
         if config.per_layer_input_size is not None:
@@ -220,7 +247,72 @@ class Gemma4(Adapter):
         yield from TensorNames(_PARTS, norms, post_norms).tensors(config)
         for i in range(config.num_layers // step):
             last = step * (i + 1) - 1
-            yield same(f"decoder.layers.{last}.layer_scalar", f"model.layers.{i}.layer_scalar")
+            if config.for_layer(last + 1).layer_scalar:
+                yield same(f"decoder.layers.{last}.layer_scalar", f"model.layers.{i}.layer_scalar")
+
+
+class Gemma3n(Gemma4):
+    """`Gemma3nForCausalLM`, and the language model of `Gemma3nForConditionalGeneration`."""
+
+    model_types = ("gemma3n_text",)
+    composite_types = ("gemma3n",)
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        # altup_coef_clip bounds weights in training, at a hundred times what they are.
+        fields.only(hf, altup_active_idx=0, altup_correct_scale=True, per_layer_config=(None, {}))
+        hf = {**_DEFAULTS_4, **_DEFAULTS_3N, **hf, "per_layer_config": {}}
+        layers, widths = hf["num_hidden_layers"], hf["intermediate_size"]
+        widths = widths if isinstance(widths, list) else [widths] * layers
+        shares = hf.get("activation_sparsity_pattern")
+        if shares is None:
+            shares = [0.95 if i < 10 < layers else 0.0 for i in range(layers)]
+        if {len(widths), len(shares)} != {layers}:
+            raise ValueError(
+                f"config.json has {len(widths)} values of intermediate_size and {len(shares)} of "
+                f"activation_sparsity_pattern, but num_hidden_layers={layers}"
+            )
+        whole = {"intermediate_size": widths[0], "vocab_size_per_layer_input": hf["vocab_size"]}
+        found = super().config({**hf, **whole})
+        overrides, half = found["layer_overrides"], 0.5**0.5
+        overrides["P"] = {"norm_placement": "post", "stream_multiplier": 0.0}
+        for symbol in overrides.keys() & {*"*W"}:
+            overrides[symbol]["residual_rank"] = hf["laurel_rank"]
+            overrides[symbol] |= {"stream_multiplier": half, "residual_multiplier": half}
+        for i, (width, share) in enumerate(zip(widths, shares)):
+            if (width, share) != (widths[0], 0.0):
+                overrides[str(3 * i + 2)] = {"ffn_hidden_size": width, "activation_sparsity": share}
+        found["num_residual_streams"] = hf["altup_num_inputs"]
+        found["per_layer_vocab_size"] = hf["vocab_size_per_layer_input"]
+        return found
+
+    def layer_types(self, hf: Mapping[str, Any]) -> list[str]:
+        return fields.layer_types(hf, "sliding_attention", hf["sliding_window_pattern"])
+
+    def rotary(self, hf: Mapping[str, Any], kind: str) -> dict[str, Any]:
+        return _rotary(hf, kind)
+
+    def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
+        yield from super().tensors(config)
+        streams = "decoder.streams"
+        for i in range(config.num_residual_streams - 1):
+            for own, name in (("inputs", "projections"), ("outputs", "unembed_projections")):
+                yield same(f"{streams}.{own}.{i}.weight", f"model.altup_{name}.{i}.weight")
+        for i in range(config.num_layers // 3):
+            for own, name in zip(("down", "up", "norm"), _LOW_RANK):
+                theirs = f"model.layers.{i}.laurel.{name}.weight"
+                yield same(f"decoder.layers.{3 * i}.low_rank_residual.{own}.weight", theirs)
+            for own, name in _UPDATE:
+                yield same(f"{streams}.updates.{i}.{own}", f"model.layers.{i}.altup.{name}")
+
+
+_LOW_RANK = ("linear_left", "linear_right", "post_laurel_norm")
+_UPDATE = (
+    ("router_norm.weight", "router_norm.weight"),
+    ("router.weight", "modality_router.weight"),
+    ("prediction.weight", "prediction_coefs.weight"),
+    ("correction.weight", "correction_coefs.weight"),
+    ("scale", "correct_output_scale"),
+)
 
 
 def _layer(hf: Mapping[str, Any]) -> str:

@@ -51,6 +51,10 @@ class ArchitectureFields(ModelFields):
     num_shared_blocks: Annotated[int, Range(ge=1)] = 1
     """Number of blocks that the `Z` or `V` layers use in turn."""
 
+    num_residual_streams: Annotated[int, Range(ge=2)] | None = None
+    """Streams of which the layers up to each `P` compute one; see `models/residual_streams.py`.
+    None: one, which all layers compute."""
+
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
     """Kind of every norm outside of the recurrent mixers."""
 
@@ -69,6 +73,12 @@ class ArchitectureFields(ModelFields):
 
     def check(self) -> None:
         self._require_positive("hidden_size", "vocab_size", "tensor_model_parallel_size")
+        fits = self.layer_pattern.endswith("P") and not self.fp32_residual_connection
+        if self.num_residual_streams is not None and not fits:
+            raise ValueError(
+                f"num_residual_streams is {self.num_residual_streams}, for which layer_pattern has "
+                "to end with P, and fp32_residual_connection to be False. Leave it at None."
+            )
         tp, expert_tp = self.tensor_model_parallel_size, self.expert_tensor_parallel_size
         if expert_tp is not None and tp % expert_tp:
             raise ValueError(
@@ -83,6 +93,9 @@ class PerLayerInputFields(ModelFields):
 
     per_layer_input_size: int | None = None
     """Width of the token embedding of each `P` layer; see `models/per_layer_embedding.py`."""
+
+    per_layer_vocab_size: Annotated[int, Range(ge=1)] | None = None
+    """Tokens that have such an embedding, those beyond have that of token 0; None: vocab_size."""
 
     def check(self) -> None:
         self._require_for_layers(

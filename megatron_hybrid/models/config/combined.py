@@ -39,6 +39,8 @@ _PLAIN = {
     "glu_linear_offset": 0.0,
     "mlp_gate_multiplier": 1.0,
     "mlp_output_multiplier": 1.0,
+    "activation_sparsity": 0.0,
+    "residual_rank": None,
 }
 """Field -> the one value that a shared block supports."""
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch.nn.functional as F
 
 from megatron_hybrid.models.config.field_group import Epsilon, LayerFields
 from megatron_hybrid.ops.activations import ACTIVATIONS
+from megatron_hybrid.utils.validation import Range
 
 
 @dataclass
@@ -30,6 +31,9 @@ class CommonFields(LayerFields):
 
     stream_multiplier: float = 1.0
     """Factor of the residual stream, before a layer's output is added."""
+
+    residual_rank: Annotated[int, Range(ge=1)] | None = None
+    """r: norm(x) and norm(B A norm(x)), of this rank, are added to the residual stream x, too."""
 
     layer_scalar: bool = False
     """Multiply the residual stream after a layer by a scalar stored with the weights."""

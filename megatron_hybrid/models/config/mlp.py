@@ -31,21 +31,26 @@ class MLPFields(LayerFields):
     mlp_gate_multiplier: float = 1.0
     """Factor of the gate of an MLP, before its activation."""
 
+    activation_sparsity: Annotated[float, Range(ge=0, lt=1)] = 0.0
+    """Share of a gate's channels that are 0 before the activation, were they normally distributed:
+    those below a quantile of mean and deviation, which is taken from the others."""
+
     mlp_output_multiplier: float = 1.0
     """Factor of an MLP's output."""
 
     def check(self) -> None:
         self._require_positive("ffn_hidden_size")
         self._require_divisible("ffn_hidden_size")
-        if self.mlp_gate_multiplier == 1.0:
-            return
-        if not self.gated_linear_unit:
-            raise ValueError(
-                f"mlp_gate_multiplier is {self.mlp_gate_multiplier}, but an MLP with "
-                "gated_linear_unit=False has no gate. Leave it at 1."
-            )
-        if self.bias_activation_fusion:
-            raise ValueError(
-                f"mlp_gate_multiplier is {self.mlp_gate_multiplier}, which the kernels of "
-                "bias_activation_fusion=True do not know. Use bias_activation_fusion=False."
-            )
+        for name, default in (("mlp_gate_multiplier", 1.0), ("activation_sparsity", 0.0)):
+            if (value := getattr(self, name)) == default:
+                continue
+            if not self.gated_linear_unit:
+                raise ValueError(
+                    f"{name} is {value}, but an MLP with gated_linear_unit=False has no gate. "
+                    f"Leave it at {default}."
+                )
+            if self.bias_activation_fusion:
+                raise ValueError(
+                    f"{name} is {value}, which the kernels of bias_activation_fusion=True do not "
+                    "know. Use bias_activation_fusion=False."
+                )

@@ -91,12 +91,13 @@ class MoEFields(LayerFields):
         self._require_divisible("moe_ffn_hidden_size", parallel_size="expert_tensor_parallel_size")
         self._require_divisible(*sizes[1:])
         self._require_divisible("num_moe_experts", parallel_size="expert_model_parallel_size")
-        if (self.mlp_gate_multiplier, self.mlp_output_multiplier) != (1.0, 1.0):
-            raise ValueError(
-                f"mlp_gate_multiplier is {self.mlp_gate_multiplier} and mlp_output_multiplier "
-                f"{self.mlp_output_multiplier}, which experts do not have. Leave both at 1, or set "
-                "them by layer_overrides for the symbol -."
-            )
+        defaults = {"mlp_gate_multiplier": 1.0, "activation_sparsity": 0.0}
+        for name, default in {**defaults, "mlp_output_multiplier": 1.0}.items():
+            if (value := getattr(self, name)) != default:
+                raise ValueError(
+                    f"{name} is {value}, which experts do not have. Leave it at {default}, or set "
+                    "it by layer_overrides for the symbol -."
+                )
 
     def check_routing(self) -> None:
         """See `FieldGroup.check`. Runs before megatron-core's own checks of routing, which are

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from copy import copy
+from functools import partial
+from statistics import NormalDist
 
+import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.base import Mixer, MixerPlace
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
+from megatron_hybrid.models.sharding.collectives import sum_over_ranks
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
 from megatron_hybrid.ops import activate
 from megatron_hybrid.ops.activations import independent_of_place
+from megatron_hybrid.ops.checks import compute_dtype
 
 
 def activated(config: HybridConfig, x_Tg: Tensor) -> Tensor:
@@ -27,6 +33,22 @@ def activated(config: HybridConfig, x_Tg: Tensor) -> Tensor:
     return activate(gate_Tf, config.activation_func, x_Tf)
 
 
+def _sparse(config: HybridConfig, tp_group: dist.ProcessGroup, gate_Tf: Tensor) -> Tensor:
+    """This rank's channels of a gate, less what `activation_sparsity` takes."""
+
+    def mean(x_Tf: Tensor) -> Tensor:
+        return sum_over_ranks(x_Tf.sum(-1, keepdim=True) / config.ffn_hidden_size, tp_group)
+
+    if not config.activation_sparsity:
+        return gate_Tf
+    wide_Tf = gate_Tf.to(compute_dtype(gate_Tf))
+    wide_Tf = wide_Tf - mean(wide_Tf)
+    # Rows of padding may be 0, where a square root has no gradient.
+    deviation_T1 = mean(wide_Tf.square()).clamp(min=1e-30).sqrt()
+    quantile = NormalDist().inv_cdf(config.activation_sparsity)
+    return F.relu(wide_Tf - deviation_T1 * quantile).to(gate_Tf.dtype)
+
+
 class MLPMixer(MLP, Mixer):
     """Two projections with an activation in between, gated or not."""
 
@@ -36,11 +58,12 @@ class MLPMixer(MLP, Mixer):
     input_projection = "linear_fc1"
 
     def __init__(self, config: HybridConfig, place: MixerPlace):
-        if config.mlp_gate_multiplier != 1.0:
+        if config.mlp_gate_multiplier != 1.0 or config.activation_sparsity:
             config = copy(config)
             activation = independent_of_place(config.activation_func)
+            sparse = partial(_sparse, config, place.pg_collection.tp)
             factor = config.mlp_gate_multiplier
-            config.activation_func = lambda gate: activation(gate * factor)
+            config.activation_func = lambda gate: activation(sparse(gate * factor))
         super().__init__(
             config,
             MLPSubmodules(

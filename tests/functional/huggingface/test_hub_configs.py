@@ -70,6 +70,7 @@ EXPECTED = {
     "gemma_3_1b": (spread("WWWWW*" * 4 + "WW", "-"), kv(4, 1, 256), 0),
     "gemma_3_27b": (spread("WWWWW*" * 10 + "WW", "-"), kv(10, 16, 128), 0),
     "gemma_3_4b": (spread("WWWWW*" * 5 + "WWWW", "-"), kv(5, 4, 256), 0),
+    "gemma_3n_e4b": (spread("WWWW*" * 7, "-P"), kv(4, 2, 256), 0),
     "gemma_4_31b": (spread("WWWWW*" * 10, "-"), kv(10, 4, 512), 0),
     "gpt_oss_20b": ("WE*E" * 12, kv(12, 8, 64), 0),
     "granite_3b_code": ("*-" * 32, kv(32, 32, 80), 0),

@@ -76,7 +76,7 @@ THE_OTHERS = small_config(
     layer_overrides={
         "L": {"softmax_type": "learnable", "attention_output_gate": True, "qk_l2_norm": True},
         "H": {"add_bias_linear": True, "mamba_proj_bias": True},
-        "-": {"mlp_gate_multiplier": 0.7, "mlp_output_multiplier": 1.3},
+        "-": {"mlp_output_multiplier": 1.3, "activation_sparsity": 0.6},
         "W": {"keys_as_values": True, "value_l2_norm": True},
         "*": {"value_channels": 10, "value_multiplier": 0.7},
         "B": {"layer_scalar": True},
@@ -91,6 +91,9 @@ THE_OTHERS = small_config(
     attention_output_multiplier=0.8,
     mamba_input_multiplier=1.2,
     per_layer_input_size=10,
+    per_layer_vocab_size=50,
+    num_residual_streams=3,
+    residual_rank=5,
     lru_num_blocks=4,
     mamba1_num_heads=2,
     **EXPERTS,

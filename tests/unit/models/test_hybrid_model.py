@@ -27,9 +27,9 @@ LEARNING = {
     **dict.fromkeys([*"MGSC*W-", ALL_MIXERS, "M|G*|W-"], GATED),
     **{"K": {}, "+": {}},
     "K+R": {"kda_low_rank_gates": False, "kda_decay_bound": -5.0, "latent_output_gate": True},
-    "H-": {"mamba_section_multipliers": [0.9, 0.8, 1.2, 0.7, 1.3], "mlp_gate_multiplier": 0.7},
+    "H-": {"mamba_section_multipliers": [0.9, 0.8, 1.2, 0.7, 1.3], "activation_sparsity": 0.7},
     "*EME": {**EXPERTS, "moe_shared_expert_intermediate_size": 28},
-    "PB": {**EXPERTS, "per_layer_input_size": 10},
+    "-PBP": {**EXPERTS, "per_layer_input_size": 10, "num_residual_streams": 3, "residual_rank": 5},
     "VSV": {"mamba1_num_heads": 3, "shared_block_adapter_rank": None},
     "ZMZ-ZZ": {"num_shared_blocks": 2, "shared_block_attention_adapters": True},
 }

@@ -31,6 +31,7 @@ EXPERTS = {"num_moe_experts": 5, "moe_router_topk": 2, "moe_ffn_hidden_size": 12
 FIELDS = {
     "L": {"attention_chunk_size": 6},
     "P": {"per_layer_input_size": 10},
+    "U": {"residual_rank": 5},
     "E": EXPERTS,
     "B": EXPERTS,
 }

@@ -154,6 +154,13 @@ def test_full_recompute_keeps_the_inputs_of_layers():
     assert sizes["one"] - sizes["three"] == 8 * hidden  # 12 inputs, 4 inputs
 
 
+def test_layers_of_several_streams_are_recomputed_by_groups():
+    fields = {"num_residual_streams": 3, "residual_rank": 5}
+    plain, ours = (step("*-PM-P", **fields, **kind) for kind in ({}, KINDS["one"]))
+    assert all(torch.equal(ours[1][name], plain[1][name]) for name in plain[1])
+    assert ours[3] < plain[3]
+
+
 @pytest.mark.parametrize("fields", [{}, FIELDS_OF_NORMS], ids=["kept", "recomputed"])
 def test_outputs_of_norms_are_not_kept(fields):
     model, outputs = build_hybrid_model(small_config("MGC*-+", **fields)).train(), []

@@ -68,7 +68,7 @@ REFUSED = {
     ],
     "-": [
         ({"mlp_gate_multiplier": 2.0, "gated_linear_unit": False}, "has no gate"),
-        ({"mlp_gate_multiplier": 2.0, "bias_activation_fusion": True}, "do not know"),
+        ({"activation_sparsity": 0.9, "bias_activation_fusion": True}, "do not know"),
     ],
     "ZZ": [
         ({"gated_linear_unit": False}, "need True"),
@@ -93,7 +93,7 @@ REFUSED = {
         ({"moe_router_num_groups": 4}, "moe_router_group_topk is None"),
         ({"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "do not fit"),
         ({"moe_router_num_groups": 4, "moe_router_group_topk": 2}, "do not fit"),
-        ({"mlp_output_multiplier": 0.5}, "mlp_output_multiplier 0.5, which experts do not have"),
+        ({"activation_sparsity": 0.5}, "activation_sparsity is 0.5, which experts do not have"),
         (
             {"moe_router_load_balancing_type": "quantile_balancing"},
             "a bias that checkpoints and serving do not have",
@@ -126,6 +126,7 @@ REFUSED = {
     ],
     "P-": [
         ({}, "per_layer_input_size is None. Set it"),
+        ({"num_residual_streams": 3}, "num_residual_streams is 3, for which layer_pattern has to"),
         (
             {"per_layer_input_size": 8, "pipeline_model_parallel_size": 2},
             "there are 2 stages. Use 1",

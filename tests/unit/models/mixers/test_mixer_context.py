@@ -91,7 +91,7 @@ def run(model, context, tokens, cuts, padding=0, captures=()):
 
 
 GEMMA = {"per_layer_input_size": 10, "layer_scalar": True, "num_moe_experts": 5}
-GEMMA |= {"moe_router_topk": 2, "moe_ffn_hidden_size": 12}
+GEMMA |= {"moe_router_topk": 2, "moe_ffn_hidden_size": 12, "num_residual_streams": 3}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,109 @@
+"""What Gemma 3n has around its layers: several residual streams (AltUp, arXiv 2301.13310), and a
+product of low rank beside a layer (LAuReL, arXiv 2411.07501). All is replicated on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.mixers.base import StackInputs
+from megatron_hybrid.models.mixers.mixer_context import MixerContext
+from megatron_hybrid.models.mixers.projections import ReplicatedLinear, replicated_weight
+from megatron_hybrid.ops.checks import compute_dtype
+
+
+class LowRankResidual(nn.Module):
+    """x + norm(up(down(x))), of rank `config.residual_rank`; norm: a class."""
+
+    def __init__(self, config: HybridConfig, norm: type):
+        super().__init__()
+        hidden, rank = config.hidden_size, config.residual_rank
+        self.down = ReplicatedLinear(config, hidden, rank)
+        self.up = ReplicatedLinear(config, rank, hidden)
+        self.norm = norm(config=config, hidden_size=hidden, eps=config.layernorm_epsilon)
+
+    def forward(self, x_Th: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        return x_Th + self.norm(self.up(self.down(x_Th.to(self.norm.weight.dtype))))
+
+
+class StreamUpdate(nn.Module):
+    """Some layers compute the first stream, from what is predicted of it; the result corrects what
+    is predicted of all. The last layer takes the corrected one, scaled, and what it gives is added
+    to the others. norm: a class."""
+
+    def __init__(self, config: HybridConfig, norm: type):
+        super().__init__()
+        hidden, streams = config.hidden_size, config.num_residual_streams
+        self.router_norm = norm(config=config, hidden_size=hidden, eps=config.layernorm_epsilon)
+        self.router = ReplicatedLinear(config, hidden, streams)
+        self.prediction = ReplicatedLinear(config, streams, streams**2)
+        self.correction = ReplicatedLinear(config, streams, streams)
+        self.scale = replicated_weight(config, hidden)
+
+    def forward(
+        self,
+        layers: Iterable[nn.Module],
+        streams_STh: Tensor,
+        context: MixerContext,
+        inputs: StackInputs,
+        sums: object = None,
+    ) -> Tensor:
+        """[S, T, hidden] -> [S, T, hidden]; the other arguments are those of layers."""
+        *layers, last = layers
+        dtype = compute_dtype(streams_STh)
+        factors_TSS = self.prediction(self._routed(streams_STh[0])).unflatten(
+            -1, (len(streams_STh), -1)
+        )
+        predicted_STh = streams_STh.to(dtype)
+        # Sums over few streams, not products of matrices: a row's bits do not depend on others.
+        for stream_Th, factors_ST in zip(streams_STh, factors_TSS.permute(2, 1, 0)):
+            predicted_STh = predicted_STh + factors_ST.to(dtype).unsqueeze(-1) * stream_Th
+        predicted_STh = predicted_STh.to(streams_STh.dtype)
+        first_Th = predicted_STh[0]
+        for layer in layers:
+            first_Th = layer(first_Th, context, inputs)
+        factors_ST1 = (self.correction(self._routed(first_Th)) + 1.0).T.unsqueeze(-1)
+        streams_STh = predicted_STh + factors_ST1 * (first_Th - predicted_STh[0])
+        added_Th = last(streams_STh[0] * self.scale, context, inputs)
+        return torch.cat((streams_STh[:1], streams_STh[1:] + added_Th))
+
+    def _routed(self, x_Th: Tensor) -> Tensor:
+        routed_TS = self.router(self.router_norm(x_Th) / x_Th.shape[-1])
+        return routed_TS.to(compute_dtype(x_Th)).tanh().to(x_Th.dtype)
+
+
+class ResidualStreams(nn.Module):
+    """The `config.num_residual_streams` of a model: how they begin, end, and are updated by each of
+    `num_updates` groups of layers. norm: a class."""
+
+    def __init__(self, config: HybridConfig, num_updates: int, norm: type):
+        super().__init__()
+        hidden, others = config.hidden_size, range(config.num_residual_streams - 1)
+        self.inputs = nn.ModuleList(ReplicatedLinear(config, hidden, hidden) for _ in others)
+        self.outputs = nn.ModuleList(ReplicatedLinear(config, hidden, hidden) for _ in others)
+        self.updates = nn.ModuleList(StreamUpdate(config, norm) for _ in range(num_updates))
+
+    def split(self, hidden_Th: Tensor) -> Tensor:
+        """[T, hidden] -> [S, T, hidden]."""
+        others = (_as_large(project(hidden_Th), hidden_Th) for project in self.inputs)
+        return torch.stack([hidden_Th, *others])
+
+    def merge(self, streams_STh: Tensor) -> Tensor:
+        """[S, T, hidden] -> [T, hidden]."""
+        first_Th, *others = streams_STh
+        projected = (project(x_Th) for project, x_Th in zip(self.outputs, others))
+        total_Th = sum((_as_large(x_Th, first_Th) for x_Th in projected), first_Th)
+        return total_Th / len(streams_STh)
+
+
+def _as_large(x_Th: Tensor, like_Th: Tensor) -> Tensor:
+    """x with the mean square of another tensor, row by row."""
+    wide_Th, wide_like_Th = (each.to(compute_dtype(each)) for each in (x_Th, like_Th))
+    size_T1, like_T1 = (each.square().mean(-1, True) for each in (wide_Th, wide_like_Th))
+    # Rows of padding may be 0, where a square root has no gradient.
+    factor_T1 = (like_T1.clamp(min=1e-30) / size_T1.clamp(min=1e-5)).sqrt()
+    return (wide_Th * factor_T1).to(x_Th.dtype)
