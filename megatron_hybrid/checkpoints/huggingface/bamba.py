@@ -24,26 +24,18 @@ class Bamba(Adapter):
     )
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        hf = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, **hf}
+        left_out = {"num_key_value_heads": 8, "partial_rotary_factor": 0.5}
+        hf = {"rms_norm_eps": 1e-5, **left_out, **hf}
         fields.only(hf, hidden_act=("silu", "swish"))  # it is that of the convolution, too
-        heads = fields.attention({"num_key_value_heads": 8, **hf})
         attention = hf.get("attn_layer_indices") or ()
-        num_layers = fields.required(hf, "num_hidden_layers")
-        symbols = ["*" if i in attention else "M" for i in range(num_layers)]
+        numbers = range(fields.required(hf, "num_hidden_layers"))
+        mixers = "".join("*" if i in attention else "M" for i in numbers)
+        biases = {f"{name}_bias": hf.get(f"{name}_bias") for name in ("attention", "mlp")}
         found = {
-            **fields.model(hf),
-            **heads,
-            **fields.rotary(hf, partial=True),
+            **fields.transformer(hf, mixers, partial=True, **biases),
             **fields.mamba2(hf, hf["rms_norm_eps"]),
-            "layer_pattern": "".join(f"{symbol}-" for symbol in symbols),
-            "ffn_hidden_size": fields.required(hf, "intermediate_size"),
-            "activation_func": fields.activation(hf),
-            "add_bias_linear": hf.get("mlp_bias", False),
         }
         if (rotary_dim := hf.get("attn_rotary_emb")) is not None:
             # The released files' own key; transformers passes over it and rotates half.
-            found["rotary_percent"] = rotary_dim / heads["kv_channels"]
-        if "*" in symbols:
-            biases = {"add_bias_linear": hf.get("attention_bias", False)}
-            found["layer_overrides"] = {"*": biases}
+            found["rotary_percent"] = rotary_dim / found["kv_channels"]
         return found

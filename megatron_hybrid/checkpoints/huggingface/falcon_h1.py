@@ -26,7 +26,7 @@ class FalconH1(Adapter):
     )
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        hf = {"rms_norm_eps": 1e-5, "mamba_d_ssm": 1024, **hf}
+        hf = {"rms_norm_eps": 1e-5, "mamba_d_ssm": 1024, "num_key_value_heads": 8, **hf}
         # The activation is that of the convolution, too; the biases are those of the projections
         # into and out of the Mamba-2 part.
         fields.only(
@@ -37,26 +37,21 @@ class FalconH1(Adapter):
             mamba_use_mlp=True,
         )
         gate, down = hf.get("mlp_multipliers") or (1.0, 1.0)
-        attention = fields.attention({"num_key_value_heads": 8, **hf})
+        found = fields.transformer(hf, "H" * fields.required(hf, "num_hidden_layers"))
         return {
-            **fields.model(hf),
-            **attention,
-            **fields.rotary(hf),
+            **found,
             **fields.mamba2(hf, hf["rms_norm_eps"]),
-            "layer_pattern": "H-" * fields.required(hf, "num_hidden_layers"),
             "layer_overrides": {"H": {"add_bias_linear": hf.get("attention_bias", False)}},
             "embedding_multiplier": hf.get("embedding_multiplier", 1.0),
             "logits_multiplier": hf.get("lm_head_multiplier", 1.0),
             # A factor of the keys is one of the scores.
-            "softmax_scale": hf.get("key_multiplier", 1.0) * attention["kv_channels"] ** -0.5,
+            "softmax_scale": hf.get("key_multiplier", 1.0) * found["kv_channels"] ** -0.5,
             "attention_input_multiplier": hf.get("attention_in_multiplier", 1.0),
             "attention_output_multiplier": hf.get("attention_out_multiplier", 1.0),
             "mamba_input_multiplier": hf.get("ssm_in_multiplier", 1.0),
             "mamba_output_multiplier": hf.get("ssm_out_multiplier", 1.0),
             "mamba_section_multipliers": hf.get("ssm_multipliers") or [1.0] * 5,
             "mamba_gated_norm": _gated_norm(hf),
-            "ffn_hidden_size": fields.required(hf, "intermediate_size"),
-            "activation_func": fields.activation(hf),
             "add_bias_linear": hf.get("mlp_bias", False),
             "mlp_gate_multiplier": gate,
             "mlp_output_multiplier": down,

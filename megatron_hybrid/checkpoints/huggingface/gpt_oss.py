@@ -48,16 +48,13 @@ class GptOss(Adapter):
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         fields.only(hf, attention_bias=True, hidden_act="silu", swiglu_alpha=1.702)
-        layers = fields.required(hf, "num_hidden_layers")
-        types = fields.layer_types(hf, "sliding_attention", 2)
-        symbols = fields.symbols_of(types, fields.WINDOW_SYMBOLS, layers)
-        has_rope = hf.get("rope_parameters") is not None or hf.get("rope_scaling")
+        heads = {"head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128}
+        hf = {"rms_norm_eps": 1e-5, **heads, **hf}
+        mixers = fields.windows(hf, "sliding_attention", 2)
+        if hf.get("rope_parameters") is None and not hf.get("rope_scaling"):
+            hf["rope_parameters"] = _ROPE
         return {
-            **fields.model({"rms_norm_eps": 1e-5, **hf}),
-            **fields.attention({"head_dim": 64, "num_key_value_heads": 8, **hf}),
-            **fields.rotary(hf if has_rope else {**hf, "rope_parameters": _ROPE}, 150000.0),
-            "layer_pattern": "".join(f"{symbol}E" for symbol in symbols),
-            "sliding_window": hf.get("sliding_window", 128),
+            **fields.transformer(hf, mixers, "E" * len(mixers), base=150000.0),
             "softmax_type": "learnable",
             "add_bias_linear": True,
             "num_moe_experts": hf.get("num_local_experts") or fields.required(hf, "num_experts"),

@@ -47,17 +47,15 @@ class MiniMaxM2(Adapter):
             fields.only({"attn_type_list": kind}, attn_type_list=1)  # 0 is linear attention
         topk = hf.get("num_experts_per_tok", 8)
         fields.check_sigmoid_topk(topk)
-        heads = fields.attention({"head_dim": 128, "num_key_value_heads": 8, **hf})
+        hf = {"head_dim": 128, "num_key_value_heads": 8, **hf}
         if (rotary_dim := hf.get("rotary_dim")) is not None:
-            hf = {"partial_rotary_factor": rotary_dim / heads["kv_channels"], **hf}
+            width = fields.attention(hf)["kv_channels"]
+            hf = {"partial_rotary_factor": rotary_dim / width, **hf}
+        mlps = "E" * fields.required(hf, "num_hidden_layers")
         return {
-            **fields.model(hf),
-            **heads,
-            **fields.rotary(hf, 5000000.0, partial=True),
-            "layer_pattern": "*E" * fields.required(hf, "num_hidden_layers"),
+            **fields.transformer(hf, mlps=mlps, base=5000000.0, partial=True),
             "qk_layernorm": True,
             "qk_layernorm_scope": "all_heads",
-            "activation_func": fields.activation(hf),
             "num_moe_experts": hf.get("num_local_experts", 256),
             "moe_router_topk": topk,
             "moe_router_score_function": "sigmoid",

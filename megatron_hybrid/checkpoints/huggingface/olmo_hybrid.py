@@ -69,15 +69,11 @@ class OlmoHybrid(Adapter):
         behind = {"norm_placement": "post"}
         mlps = {str(2 * i): behind for i, symbol in enumerate(mixers, 1) if symbol == "*"}
         return {
-            **fields.model(hf),
-            **fields.attention(hf),
+            **fields.transformer({**hf, "rope_parameters": None}, "".join(mixers)),
             **_rotary_fields(hf),
-            "layer_pattern": "".join(f"{symbol}-" for symbol in mixers),
             "layer_overrides": {"*": behind, **mlps},
             "qk_layernorm": True,
             "qk_layernorm_scope": "all_heads",
-            "ffn_hidden_size": fields.required(hf, "intermediate_size"),
-            "activation_func": fields.activation(hf),
             "linear_num_key_heads": key_heads,
             "linear_num_value_heads": hf.get("linear_num_value_heads") or heads,
             "linear_key_head_dim": key_dim,

@@ -50,6 +50,7 @@ class RecurrentGemma(Adapter):
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         hf = {"tie_word_embeddings": True, "partial_rotary_factor": 0.5, **hf}
+        hf["sliding_window"] = hf.get("attention_window_size", 2048)
         layers = fields.required(hf, "num_hidden_layers")
         blocks = hf.get("block_types") or ("recurrent", "recurrent", "attention")
         mixers = fields.symbols_of([*blocks] * layers, _SYMBOLS, layers * len(blocks))[:layers]
@@ -59,12 +60,8 @@ class RecurrentGemma(Adapter):
         attention = {"add_qkv_bias": hf.get("attention_bias", False), "attention_output_bias": True}
         overrides = {"-": {"add_bias_linear": True}}
         return {
-            **fields.model(hf),
-            **fields.attention(hf),
-            **fields.rotary(hf, partial=True),
-            "layer_pattern": "".join(f"{symbol}-" for symbol in mixers),
+            **fields.transformer(hf, "".join(mixers), partial=True),
             "layer_overrides": overrides | ({"W": attention} if "W" in mixers else {}),
-            "sliding_window": hf.get("attention_window_size", 2048),
             "lru_width": hf.get("lru_width") or width,
             "lru_num_blocks": heads,
             "lru_conv_kernel": hf.get("conv1d_width", 4),
