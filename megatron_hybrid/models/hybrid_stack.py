@@ -21,7 +21,7 @@ from megatron_hybrid.models.mixers.base import LayerCache, MixerPlace, StackInpu
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.norms import is_plain
 from megatron_hybrid.models.recompute import is_selected, recompute, recompute_if, recompute_output
-from megatron_hybrid.models.residual_streams import LowRankResidual, ResidualStreams
+from megatron_hybrid.models.residual_streams import Laurel, ResidualStreams
 from megatron_hybrid.models.sharding.collectives import gather_rows, split_rows
 
 layer_watcher: ContextVar[Callable[[str, nn.Module], None] | None]
@@ -58,7 +58,7 @@ class ResidualSums:
 class HybridLayer(MegatronModule):
     """stream_multiplier * x + dropout(residual_multiplier * post_norm(mixer(norm(x)))), times the
     layer scalar; norm(x) in place of x where `norm_placement` says so, and with `residual_rank` x +
-    `LowRankResidual`(norm(x)).
+    `Laurel`(norm(x)).
 
     Args:
         config: configuration of the layer.
@@ -101,10 +101,7 @@ class HybridLayer(MegatronModule):
         self.add_module(self.norm_name, norm)
         self.add_module(self.mixer_name, mixer)
         self.post_layernorm = post_norm
-        low_rank = (
-            None if config.residual_rank is None else LowRankResidual(config, get_norm(config))
-        )
-        self.low_rank_residual = low_rank
+        self.laurel = Laurel(config) if config.residual_rank else None
         scalar = torch.ones(1, dtype=config.params_dtype) if config.layer_scalar else None
         self.register_buffer("layer_scalar", scalar)
 
@@ -125,9 +122,9 @@ class HybridLayer(MegatronModule):
         # The mixer norms it again, by the same launch: it may be computed again on its own.
         if self.config.norm_placement == "stream":
             stream_Th = sums.normed(self._modules[self.norm_name], hidden_Th)
-        if self.low_rank_residual is not None:
+        if self.laurel is not None:
             normed_Th = sums.normed(self._modules[self.norm_name], hidden_Th)
-            stream_Th = stream_Th + self.low_rank_residual(normed_Th)
+            stream_Th = stream_Th + self.laurel(normed_Th)
         output, bias = recompute_if(
             self.recomputes_mixer, self, self._mix, hidden_Th, context, inputs, sums
         )
@@ -194,7 +191,7 @@ class HybridStack(MegatronModule):
             if watch := layer_watcher.get():
                 watch(f"decoder.layers.{i}.", layer)
         self.streams = (
-            ResidualStreams(config, self.layer_type_list.count("P"), get_norm(config))
+            ResidualStreams(config, self.layer_type_list.count("P"))
             if config.num_residual_streams
             else None
         )

@@ -9,40 +9,47 @@ import torch
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.layer_specs import get_norm
 from megatron_hybrid.models.mixers.base import StackInputs
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import ReplicatedLinear, replicated_weight
 from megatron_hybrid.ops.checks import compute_dtype
 
 
-class LowRankResidual(nn.Module):
-    """x + norm(up(down(x))), of rank `config.residual_rank`; norm: a class."""
+def _norm(config: HybridConfig) -> nn.Module:
+    eps = config.layernorm_epsilon
+    return get_norm(config)(config=config, hidden_size=config.hidden_size, eps=eps)
 
-    def __init__(self, config: HybridConfig, norm: type):
+
+class Laurel(nn.Module):
+    """x + norm(right(left(x))), of rank `config.residual_rank`."""
+
+    def __init__(self, config: HybridConfig):
         super().__init__()
         hidden, rank = config.hidden_size, config.residual_rank
-        self.down = ReplicatedLinear(config, hidden, rank)
-        self.up = ReplicatedLinear(config, rank, hidden)
-        self.norm = norm(config=config, hidden_size=hidden, eps=config.layernorm_epsilon)
+        self.linear_left = ReplicatedLinear(config, hidden, rank)
+        self.linear_right = ReplicatedLinear(config, rank, hidden)
+        self.post_laurel_norm = _norm(config)
 
     def forward(self, x_Th: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
-        return x_Th + self.norm(self.up(self.down(x_Th.to(self.norm.weight.dtype))))
+        low_Tr = self.linear_left(x_Th.to(self.post_laurel_norm.weight.dtype))
+        return x_Th + self.post_laurel_norm(self.linear_right(low_Tr))
 
 
 class StreamUpdate(nn.Module):
     """Some layers compute the first stream, from what is predicted of it; the result corrects what
     is predicted of all. The last layer takes the corrected one, scaled, and what it gives is added
-    to the others. norm: a class."""
+    to the others."""
 
-    def __init__(self, config: HybridConfig, norm: type):
+    def __init__(self, config: HybridConfig):
         super().__init__()
         hidden, streams = config.hidden_size, config.num_residual_streams
-        self.router_norm = norm(config=config, hidden_size=hidden, eps=config.layernorm_epsilon)
-        self.router = ReplicatedLinear(config, hidden, streams)
-        self.prediction = ReplicatedLinear(config, streams, streams**2)
-        self.correction = ReplicatedLinear(config, streams, streams)
-        self.scale = replicated_weight(config, hidden)
+        self.router_norm = _norm(config)
+        self.modality_router = ReplicatedLinear(config, hidden, streams)
+        self.prediction_coefs = ReplicatedLinear(config, streams, streams**2)
+        self.correction_coefs = ReplicatedLinear(config, streams, streams)
+        self.correct_output_scale = replicated_weight(config, hidden)
 
     def forward(
         self,
@@ -55,7 +62,7 @@ class StreamUpdate(nn.Module):
         """[S, T, hidden] -> [S, T, hidden]; the other arguments are those of layers."""
         *layers, last = layers
         dtype = compute_dtype(streams_STh)
-        factors_TSS = self.prediction(self._routed(streams_STh[0])).unflatten(
+        factors_TSS = self.prediction_coefs(self._routed(streams_STh[0])).unflatten(
             -1, (len(streams_STh), -1)
         )
         predicted_STh = streams_STh.to(dtype)
@@ -66,36 +73,38 @@ class StreamUpdate(nn.Module):
         first_Th = predicted_STh[0]
         for layer in layers:
             first_Th = layer(first_Th, context, inputs)
-        factors_ST1 = (self.correction(self._routed(first_Th)) + 1.0).T.unsqueeze(-1)
+        factors_ST1 = (self.correction_coefs(self._routed(first_Th)) + 1.0).T.unsqueeze(-1)
         streams_STh = predicted_STh + factors_ST1 * (first_Th - predicted_STh[0])
-        added_Th = last(streams_STh[0] * self.scale, context, inputs)
+        added_Th = last(streams_STh[0] * self.correct_output_scale, context, inputs)
         return torch.cat((streams_STh[:1], streams_STh[1:] + added_Th))
 
     def _routed(self, x_Th: Tensor) -> Tensor:
-        routed_TS = self.router(self.router_norm(x_Th) / x_Th.shape[-1])
+        routed_TS = self.modality_router(self.router_norm(x_Th) / x_Th.shape[-1])
         return routed_TS.to(compute_dtype(x_Th)).tanh().to(x_Th.dtype)
 
 
 class ResidualStreams(nn.Module):
     """The `config.num_residual_streams` of a model: how they begin, end, and are updated by each of
-    `num_updates` groups of layers. norm: a class."""
+    `num_updates` groups of layers."""
 
-    def __init__(self, config: HybridConfig, num_updates: int, norm: type):
+    def __init__(self, config: HybridConfig, num_updates: int):
         super().__init__()
         hidden, others = config.hidden_size, range(config.num_residual_streams - 1)
-        self.inputs = nn.ModuleList(ReplicatedLinear(config, hidden, hidden) for _ in others)
-        self.outputs = nn.ModuleList(ReplicatedLinear(config, hidden, hidden) for _ in others)
-        self.updates = nn.ModuleList(StreamUpdate(config, norm) for _ in range(num_updates))
+        self.projections = nn.ModuleList(ReplicatedLinear(config, hidden, hidden) for _ in others)
+        self.unembed_projections = nn.ModuleList(
+            ReplicatedLinear(config, hidden, hidden) for _ in others
+        )
+        self.updates = nn.ModuleList(StreamUpdate(config) for _ in range(num_updates))
 
     def split(self, hidden_Th: Tensor) -> Tensor:
         """[T, hidden] -> [S, T, hidden]."""
-        others = (_as_large(project(hidden_Th), hidden_Th) for project in self.inputs)
+        others = (_as_large(project(hidden_Th), hidden_Th) for project in self.projections)
         return torch.stack([hidden_Th, *others])
 
     def merge(self, streams_STh: Tensor) -> Tensor:
         """[S, T, hidden] -> [T, hidden]."""
         first_Th, *others = streams_STh
-        projected = (project(x_Th) for project, x_Th in zip(self.outputs, others))
+        projected = (project(x_Th) for project, x_Th in zip(self.unembed_projections, others))
         total_Th = sum((_as_large(x_Th, first_Th) for x_Th in projected), first_Th)
         return total_Th / len(streams_STh)
 

@@ -77,6 +77,8 @@ _OWN = {
     "qwen3_vl_moe_text": "qwen:Qwen3Moe",
     "qwen3_vl_moe": "qwen:Qwen3Moe",
     "recurrent_gemma": "recurrent_gemma:RecurrentGemma",
+    "step3p5": "step3p5:Step3p5",
+    "step3p7": "step3p5:Step3p5",
     "zamba": "zamba:Zamba",
     "zamba2": "zamba:Zamba2",
 }

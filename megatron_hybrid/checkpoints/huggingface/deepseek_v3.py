@@ -106,15 +106,16 @@ class DeepseekV3(Adapter):
 
         A layer is one by what only these have, not by its number alone: an ordinary layer that
         config.json does not count is a contradiction, and refused."""
+        found = super().ignored_names(names, config)
         if config.pattern.predictions:
-            return super().ignored_names(names, config)
+            return found
         num_layers = config.num_layers // 2
         further = {
             match[1]
             for name in names
             if (match := _FURTHER.fullmatch(name)) and int(match[2]) >= num_layers
         }
-        return {name for name in names if name.startswith(tuple(further))}
+        return found | {name for name in names if name.startswith(tuple(further))}
 
 
 def _complete_yarn(scaling: dict[str, Any]) -> None:

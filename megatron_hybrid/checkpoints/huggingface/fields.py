@@ -35,7 +35,8 @@ _GENERAL_KEYS: dict[tuple[str, ...], tuple[type, str]] = {
         int | list,
         "a whole number, or a list of one for each layer",
     ),
-    ("rms_norm_eps", "initializer_range", "rope_theta"): (int | float, "a number"),
+    ("rms_norm_eps", "initializer_range"): (int | float, "a number"),
+    ("rope_theta",): (int | float | list, "a number, or a list of one for each layer"),
     ("rope_parameters", "rope_scaling", "quantization_config", "linear_attn_config"): (
         Mapping,
         "an object",
@@ -63,6 +64,16 @@ def required(hf: Mapping[str, Any], key: str) -> Any:
     if hf.get(key) is None:
         raise ValueError(f"config.json lacks {key!r}")
     return hf[key]
+
+
+def of_each_layer(hf: Mapping[str, Any], key: str, default: Any = None) -> list[Any]:
+    """A value for each of their layers: those of a list, which may go on with MTP layers, or one
+    for all; `default`: where it is left out."""
+    number, given = required(hf, "num_hidden_layers"), _first(hf.get(key), default)
+    values = given if isinstance(given, list) else [given] * number
+    if len(values) < number:
+        raise ValueError(f"config.json has {key} for {len(values)} of {number} layers")
+    return values[:number]
 
 
 def only(hf: Mapping[str, Any], **accepted: Any) -> None:
@@ -151,6 +162,10 @@ def rotary(
 def _first(*values: Any) -> Any:
     """The first value that is given; None: there is none."""
     return next((value for value in values if value is not None), None)
+
+
+WITHOUT_ROPE = dict.fromkeys(("rope_theta", "rope_scaling", "rope_parameters", "per_layer_config"))
+"""Keys of what differs among layers, where `layer_overrides` says it."""
 
 
 def transformer(

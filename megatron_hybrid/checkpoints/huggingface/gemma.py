@@ -133,12 +133,10 @@ class Gemma3(Adapter):
             for kind, symbol in fields.WINDOW_SYMBOLS.items()
             if symbol in pattern
         }
+        hf = {**hf, **fields.WITHOUT_ROPE, "hidden_act": hf["hidden_activation"]}
         return {
-            **fields.model(hf),
-            **fields.attention(hf),
-            "layer_pattern": "".join(f"{symbol}-" for symbol in pattern),
+            **fields.transformer(hf, "".join(pattern)),
             "layer_overrides": rotary,
-            "sliding_window": hf["sliding_window"],
             "embedding_multiplier": hf["hidden_size"] ** 0.5,
             "round_embedding_multiplier": True,
             "norm_placement": "sandwich",
@@ -147,8 +145,6 @@ class Gemma3(Adapter):
             "softmax_scale": hf["query_pre_attn_scalar"] ** -0.5,
             "attention_logit_softcap": hf["attn_logit_softcapping"],
             "final_logit_softcap": hf["final_logit_softcapping"],
-            "ffn_hidden_size": hf["intermediate_size"],
-            "activation_func": fields.activation(hf, "hidden_activation"),
         }
 
 
@@ -195,12 +191,11 @@ class Gemma4(Adapter):
         for number, found in _single_layers(hf, kinds, len(layer)):
             if found:
                 overrides[str(number)] = found
+        hf = {**hf, **fields.WITHOUT_ROPE, "hidden_act": hf["hidden_activation"]}
         return {
-            **fields.model({**hf, "per_layer_config": None}),  # see _single_layers
-            **fields.attention(hf),
+            **fields.transformer(hf, "".join(symbols)),
             "layer_pattern": "".join(symbol + layer for symbol in symbols),
             "layer_overrides": overrides,
-            "sliding_window": hf["sliding_window"],
             "embedding_multiplier": hf["hidden_size"] ** 0.5,
             "round_embedding_multiplier": True,
             "per_layer_input_size": hf["hidden_size_per_layer_input"] or None,
@@ -209,8 +204,6 @@ class Gemma4(Adapter):
             "value_l2_norm": True,
             "softmax_scale": 1.0,
             "final_logit_softcap": hf.get("final_logit_softcapping"),
-            "ffn_hidden_size": hf["intermediate_size"],
-            "activation_func": fields.activation(hf, "hidden_activation"),
             **(_experts(hf) if hf.get("enable_moe_block") else {}),
         }
 
@@ -261,16 +254,10 @@ class Gemma3n(Gemma4):
         # altup_coef_clip bounds weights in training, at a hundred times what they are.
         fields.only(hf, altup_active_idx=0, altup_correct_scale=True, per_layer_config=(None, {}))
         hf = {**_DEFAULTS_4, **_DEFAULTS_3N, **hf, "per_layer_config": {}}
-        layers, widths = hf["num_hidden_layers"], hf["intermediate_size"]
-        widths = widths if isinstance(widths, list) else [widths] * layers
-        shares = hf.get("activation_sparsity_pattern")
-        if shares is None:
-            shares = [0.95 if i < 10 < layers else 0.0 for i in range(layers)]
-        if {len(widths), len(shares)} != {layers}:
-            raise ValueError(
-                f"config.json has {len(widths)} values of intermediate_size and {len(shares)} of "
-                f"activation_sparsity_pattern, but num_hidden_layers={layers}"
-            )
+        layers = hf["num_hidden_layers"]
+        sparse = [0.95 if i < 10 < layers else 0.0 for i in range(layers)]
+        shares = fields.of_each_layer(hf, "activation_sparsity_pattern", sparse)
+        widths = fields.of_each_layer(hf, "intermediate_size")
         whole = {"intermediate_size": widths[0], "vocab_size_per_layer_input": hf["vocab_size"]}
         found = super().config({**hf, **whole})
         overrides, half = found["layer_overrides"], 0.5**0.5
@@ -293,25 +280,21 @@ class Gemma3n(Gemma4):
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
         yield from super().tensors(config)
-        streams = "decoder.streams"
         for i in range(config.num_residual_streams - 1):
-            for own, name in (("inputs", "projections"), ("outputs", "unembed_projections")):
-                yield same(f"{streams}.{own}.{i}.weight", f"model.altup_{name}.{i}.weight")
+            for name in ("projections", "unembed_projections"):
+                yield same(f"decoder.streams.{name}.{i}.weight", f"model.altup_{name}.{i}.weight")
         for i in range(config.num_layers // 3):
-            for own, name in zip(("down", "up", "norm"), _LOW_RANK):
+            for name in _LAUREL:
                 theirs = f"model.layers.{i}.laurel.{name}.weight"
-                yield same(f"decoder.layers.{3 * i}.low_rank_residual.{own}.weight", theirs)
-            for own, name in _UPDATE:
-                yield same(f"{streams}.updates.{i}.{own}", f"model.layers.{i}.altup.{name}")
+                yield same(f"decoder.layers.{3 * i}.laurel.{name}.weight", theirs)
+            for name in _ALTUP:
+                yield same(f"decoder.streams.updates.{i}.{name}", f"model.layers.{i}.altup.{name}")
 
 
-_LOW_RANK = ("linear_left", "linear_right", "post_laurel_norm")
-_UPDATE = (
-    ("router_norm.weight", "router_norm.weight"),
-    ("router.weight", "modality_router.weight"),
-    ("prediction.weight", "prediction_coefs.weight"),
-    ("correction.weight", "correction_coefs.weight"),
-    ("scale", "correct_output_scale"),
+_LAUREL = ("linear_left", "linear_right", "post_laurel_norm")
+_ALTUP = (
+    *("router_norm.weight", "modality_router.weight", "prediction_coefs.weight"),
+    *("correction_coefs.weight", "correct_output_scale"),
 )
 
 

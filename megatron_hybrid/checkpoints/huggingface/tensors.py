@@ -118,19 +118,21 @@ def attention(
         sinks: what they call those of a learnt softmax.
     """
     names = "qkv"[: 1 + config.num_kv_projections]
+    gate = "g" if config.attention_head_gate else ""
     groups, head_dim = config.num_query_groups, config.kv_channels
     heads_per_group = config.num_attention_heads // groups
-    if config.attention_output_gate:
+    if config.attention_output_gate and not gate:
         layout = grouped_with_gates(heads_per_group, head_dim, groups)
     else:
         widths = (head_dim, config.value_channels or head_dim)[: config.num_kv_projections]
-        rows = [heads_per_group * head_dim, *widths]
+        gates = [heads_per_group] * len(gate)
+        rows = [heads_per_group * head_dim, *gates, *widths]
         layout = grouped(rows, groups)
     kinds = ["weight"]
     if config.add_bias_linear or config.add_qkv_bias:
         kinds.append("bias")
     for kind in kinds:
-        projections = tuple(f"{theirs}.{name}_proj.{kind}" for name in names)
+        projections = tuple(f"{theirs}.{name}_proj.{kind}" for name in f"q{gate}{names[1:]}")
         yield TensorMap((f"{ours}.linear_qkv.{kind}",), projections, layout)
     yield same(f"{ours}.linear_proj.weight", f"{theirs}.{output}.weight")
     if config.has_attention_output_bias:

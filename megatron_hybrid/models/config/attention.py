@@ -44,6 +44,9 @@ class AttentionFields(LayerFields):
     attention_output_gate: bool = False
     """Multiply each head's output by the sigmoid of a gate, projected with the queries."""
 
+    attention_head_gate: bool = False
+    """With attention_output_gate: one gate for each head, in place of one for each channel."""
+
     add_qkv_bias: bool = False
     """Biases in the projections of queries, keys and values, even without add_bias_linear."""
 

@@ -25,6 +25,9 @@ class MLPFields(LayerFields):
     activation_func_clamp_value: Annotated[float, Range(gt=0)] | None = None
     """c: the gate is clamped to at most c and the value to [-c, c], before the activation."""
 
+    activation_clamp_after: bool = False
+    """Clamp the gate after the activation instead."""
+
     glu_linear_offset: float = 0.0
     """Added to the value of a gated MLP."""
 
@@ -41,7 +44,8 @@ class MLPFields(LayerFields):
     def check(self) -> None:
         self._require_positive("ffn_hidden_size")
         self._require_divisible("ffn_hidden_size")
-        for name, default in (("mlp_gate_multiplier", 1.0), ("activation_sparsity", 0.0)):
+        defaults = {"mlp_gate_multiplier": 1.0, "activation_sparsity": 0.0}
+        for name, default in {**defaults, "activation_clamp_after": False}.items():
             if (value := getattr(self, name)) == default:
                 continue
             if not self.gated_linear_unit:

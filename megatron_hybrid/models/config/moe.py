@@ -41,6 +41,9 @@ class MoEFields(LayerFields):
     moe_shared_expert_gate: bool = False
     """Multiply the shared expert's output by the sigmoid of a projection of its input."""
 
+    moe_shared_expert_clamp_value: Annotated[float, Range(ge=0)] | None = None
+    """Its activation_func_clamp_value, 0 for none; None: that of the experts."""
+
     moe_latent_size: Annotated[int, Range(ge=1)] | None = None
     """Width of the latent in which the experts run, between two projections; None: hidden_size."""
 

@@ -77,8 +77,9 @@ class AttentionMixer(Mixer):
         # groups, or several share one's queries and gates, with copies of its key and value.
         copies, repeats = max(1, tp_size // groups), min(tp_size, groups)
         blocks = [(queries // groups, 1)]
+        self.gate_dim = 1 if config.attention_head_gate else self.value_dim
         if config.attention_output_gate:
-            blocks.append((outputs // groups, 1))
+            blocks.append((config.num_attention_heads // groups * self.gate_dim, 1))
         widths = (self.head_dim, self.value_dim)[: config.num_kv_projections]
         blocks += [(width, copies) for width in widths]
         sections, block_copies = zip(*blocks)
@@ -169,16 +170,20 @@ class AttentionMixer(Mixer):
         with rank_generator(pattern.dropout > 0):
             o = recompute_if(self.recomputes_attention, self, context.attend, *args).flatten(1)
         if gate is not None:
+            if self.config.attention_head_gate:
+                gate = gate.repeat_interleave(self.value_dim, -1)
             o_TGC = o.unflatten(1, (self.num_groups, -1))
             o = activate(gate, torch.sigmoid, o_TGC, in_fp32=True).flatten(1)
         return self.linear_proj(o)
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
         """Queries [T, K, G, D]; keys and values, [T, K, D] each, or none if the layer reads those
-        of another one; gates of the heads of each key/value head, [T, K, G * D]."""
+        of another one; gates of the heads of each key/value head, [T, K, G * D or G]."""
         config = self.config
         widths = self.head_dim, self.value_dim
-        queries, outputs = (self.heads_per_group * width for width in widths)
+        queries, outputs = (
+            self.heads_per_group * width for width in (self.head_dim, self.gate_dim)
+        )
         gates = [outputs] if config.attention_output_gate else []
         q, *parts = mixed.unflatten(-1, (self.num_groups, -1)).split(
             [queries, *gates, *widths[: config.num_kv_projections]], -1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
-from functools import partial
 from statistics import NormalDist
 
 import torch.distributed as dist
@@ -17,30 +15,41 @@ from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.sharding.collectives import sum_over_ranks
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
 from megatron_hybrid.ops import activate
-from megatron_hybrid.ops.activations import independent_of_place
 from megatron_hybrid.ops.checks import compute_dtype
 
 
-def activated(config: HybridConfig, x_Tg: Tensor) -> Tensor:
-    """Activation and gate of an MLP: [T, 2f] -> [T, f] if it is gated, else [T, f] -> [T, f]."""
+def activated(
+    config: HybridConfig, x_Tg: Tensor, tp_group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Activation and gate of an MLP: [T, 2f] -> [T, f] if it is gated, else [T, f] -> [T, f].
+
+    Args:
+        tp_group: ranks with the other channels, for `activation_sparsity`.
+    """
     if not config.gated_linear_unit:
         return activate(x_Tg, config.activation_func)
     gate_Tf, x_Tf = x_Tg.chunk(2, -1)
-    if (limit := config.activation_func_clamp_value) is not None:
-        gate_Tf, x_Tf = gate_Tf.clamp(max=limit), x_Tf.clamp(-limit, limit)
+    if config.mlp_gate_multiplier != 1.0:
+        gate_Tf = gate_Tf * config.mlp_gate_multiplier
+    if config.activation_sparsity:
+        gate_Tf = _sparse(config, gate_Tf, tp_group)
+    limit, after = config.activation_func_clamp_value, config.activation_clamp_after
+    if limit is not None:
+        x_Tf = x_Tf.clamp(-limit, limit)
+        gate_Tf = gate_Tf if after else gate_Tf.clamp(max=limit)
     if config.glu_linear_offset:
         x_Tf = x_Tf + config.glu_linear_offset
+    if limit is not None and after:
+        return activate(gate_Tf, config.activation_func).clamp(max=limit) * x_Tf
     return activate(gate_Tf, config.activation_func, x_Tf)
 
 
-def _sparse(config: HybridConfig, tp_group: dist.ProcessGroup, gate_Tf: Tensor) -> Tensor:
-    """This rank's channels of a gate, less what `activation_sparsity` takes."""
+def _sparse(config: HybridConfig, gate_Tf: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
+    """This rank's channels of a gate, less the quantile of `activation_sparsity`."""
 
     def mean(x_Tf: Tensor) -> Tensor:
         return sum_over_ranks(x_Tf.sum(-1, keepdim=True) / config.ffn_hidden_size, tp_group)
 
-    if not config.activation_sparsity:
-        return gate_Tf
     wide_Tf = gate_Tf.to(compute_dtype(gate_Tf))
     wide_Tf = wide_Tf - mean(wide_Tf)
     # Rows of padding may be 0, where a square root has no gradient.
@@ -58,12 +67,6 @@ class MLPMixer(MLP, Mixer):
     input_projection = "linear_fc1"
 
     def __init__(self, config: HybridConfig, place: MixerPlace):
-        if config.mlp_gate_multiplier != 1.0 or config.activation_sparsity:
-            config = copy(config)
-            activation = independent_of_place(config.activation_func)
-            sparse = partial(_sparse, config, place.pg_collection.tp)
-            factor = config.mlp_gate_multiplier
-            config.activation_func = lambda gate: activation(sparse(gate * factor))
         super().__init__(
             config,
             MLPSubmodules(
@@ -72,6 +75,7 @@ class MLPMixer(MLP, Mixer):
             ffn_hidden_size=config.ffn_hidden_size,
             tp_group=place.pg_collection.tp,
         )
+        self.ranks = place.pg_collection.tp
         # A rank holds its piece of the gate and its piece of the value, one after the other.
         sections = (config.ffn_hidden_size,) * (2 if config.gated_linear_unit else 1)
         cut = Cut(0, sections, place.pg_collection.tp.size())
@@ -88,7 +92,7 @@ class MLPMixer(MLP, Mixer):
         else:
             x_Tg, bias = self.linear_fc1(hidden_Th)
             x_Tg = x_Tg if bias is None else x_Tg + bias
-            output_Th, bias = self.linear_fc2(activated(self.config, x_Tg))
+            output_Th, bias = self.linear_fc2(activated(self.config, x_Tg, self.ranks))
         factor = self.config.mlp_output_multiplier
         if factor != 1.0:
             output_Th, bias = output_Th * factor, None if bias is None else bias * factor

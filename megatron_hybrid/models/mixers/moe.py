@@ -60,6 +60,8 @@ class SharedExperts(MLPMixer):
     def __init__(self, config: HybridConfig, place: MixerPlace):
         config = copy(config)
         config.ffn_hidden_size = config.moe_shared_expert_intermediate_size
+        if (limit := config.moe_shared_expert_clamp_value) is not None:
+            config.activation_func_clamp_value = limit or None
         # The layer's norm is applied before, as the router needs it, too.
         place = place.with_input_projection(place.submodules.column)
         super().__init__(config, place)

@@ -15,8 +15,11 @@ import puzzle  # noqa: F401
 import torch
 from matrix import matrix_rows
 from safetensors.torch import load_file
+from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, conversion_mapping
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.models.step3p7 import modeling_step3p7 as step
 from transformers.utils import logging
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -31,6 +34,26 @@ PLAIN = {
 """Transformers of layers that others have, too: `make test` compares their logits alone."""
 
 logging.disable_progress_bar()
+
+
+class Step3p5ForCausalLM(step.Step3p7PreTrainedModel):
+    """The language model of Step 3.7, which transformers has inside of the whole alone."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = step.Step3p7TextModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, tokens, **kwargs):
+        return CausalLMOutput(logits=self.lm_head(self.model(tokens, **kwargs).last_hidden_state))
+
+
+# As in released folders, but for the prefixes of the whole.
+mapping = conversion_mapping.get_checkpoint_conversion_mapping("step3p7")[5:]
+conversion_mapping.register_checkpoint_conversion_mapping("Step3p5ForCausalLM", mapping)
+Step3p5ForCausalLM.config_class = step.Step3p7TextModel.config_class
+AutoModelForCausalLM.register(Step3p5ForCausalLM.config_class, Step3p5ForCausalLM, exist_ok=True)
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:

@@ -35,6 +35,7 @@ COMPOSITES = {
     "qwen3_5_moe": QWEN,
     "gemma3": {"vision_config": {**TOWER, "vision_use_head": False}, "mm_tokens_per_image": 4},
     "gemma4": {"vision_config": {**TOWER, "num_key_value_heads": 2, "head_dim": 8}},
+    "step3p7": {"vision_config": {**TOWER, "num_channels": 3}},
     "llama4": {
         "vision_config": {
             **TOWER,

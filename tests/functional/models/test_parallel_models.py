@@ -65,6 +65,9 @@ ALL_BUT_FEW = small_config(
     moe_latent_size=12,
     moe_shared_expert_intermediate_size=28,
     moe_shared_expert_gate=True,
+    moe_shared_expert_clamp_value=0.5,
+    activation_func_clamp_value=0.3,
+    activation_clamp_after=True,
     **EXPERTS,
 )
 # The other layer kinds and options.
@@ -75,6 +78,7 @@ THE_OTHERS = small_config(
     norm_placement="sandwich",
     layer_overrides={
         "L": {"softmax_type": "learnable", "attention_output_gate": True, "qk_l2_norm": True},
+        "R": {"attention_output_gate": True, "attention_head_gate": True},
         "H": {"add_bias_linear": True, "mamba_proj_bias": True},
         "-": {"mlp_output_multiplier": 1.3, "activation_sparsity": 0.6},
         "W": {"keys_as_values": True, "value_l2_norm": True},
@@ -114,7 +118,7 @@ MODELS = {
         qk_pos_emb_head_dim=6,
         v_head_dim=14,
         mamba_section_multipliers=[0.5, 0.75, 1.5, 2.0, 1.25],
-        layer_overrides={"M": {"mamba_proj_bias": True}},
+        layer_overrides={"M": {"mamba_proj_bias": True}, "H": {"attention_head_gate": True}},
         **SIZES,
     ),
     # One group, on all ranks; norms over all heads; keys and values of another layer.

@@ -67,7 +67,7 @@ REFUSED = {
         ({"mamba_section_multipliers": [1.0]}, "takes five factors"),
     ],
     "-": [
-        ({"mlp_gate_multiplier": 2.0, "gated_linear_unit": False}, "has no gate"),
+        ({"activation_clamp_after": True, "gated_linear_unit": False}, "has no gate"),
         ({"activation_sparsity": 0.9, "bias_activation_fusion": True}, "do not know"),
     ],
     "ZZ": [
