@@ -190,11 +190,8 @@ class HybridStack(MegatronModule):
             self.layers.append(layer)
             if watch := layer_watcher.get():
                 watch(f"decoder.layers.{i}.", layer)
-        self.streams = (
-            ResidualStreams(config, self.layer_type_list.count("P"))
-            if config.num_residual_streams
-            else None
-        )
+        groups = self.layer_type_list.count("P")
+        self.streams = ResidualStreams(config, groups) if config.num_residual_streams else None
         self.recomputed_layers = self._recomputed_layers()
         """Numbers of `_steps`, from the first one on, that are recomputed together."""
         self.final_norm = (

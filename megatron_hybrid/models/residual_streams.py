@@ -61,14 +61,12 @@ class StreamUpdate(nn.Module):
     ) -> Tensor:
         """[S, T, hidden] -> [S, T, hidden]; the other arguments are those of layers."""
         *layers, last = layers
-        dtype = compute_dtype(streams_STh)
-        factors_TSS = self.prediction_coefs(self._routed(streams_STh[0])).unflatten(
-            -1, (len(streams_STh), -1)
-        )
-        predicted_STh = streams_STh.to(dtype)
+        factors_TS = self.prediction_coefs(self._routed(streams_STh[0]))
+        factors_SST1 = factors_TS.T.unflatten(0, (len(streams_STh), -1)).unsqueeze(-1)
+        predicted_STh = streams_STh.to(compute_dtype(streams_STh))
         # Sums over few streams, not products of matrices: a row's bits do not depend on others.
-        for stream_Th, factors_ST in zip(streams_STh, factors_TSS.permute(2, 1, 0)):
-            predicted_STh = predicted_STh + factors_ST.to(dtype).unsqueeze(-1) * stream_Th
+        for stream_Th, factors_ST1 in zip(streams_STh, factors_SST1.unbind(1)):
+            predicted_STh = predicted_STh + factors_ST1.to(predicted_STh.dtype) * stream_Th
         predicted_STh = predicted_STh.to(streams_STh.dtype)
         first_Th = predicted_STh[0]
         for layer in layers:

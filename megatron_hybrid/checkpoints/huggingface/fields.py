@@ -159,6 +159,23 @@ def rotary(
     return fields
 
 
+def rotary_of_type(
+    hf: Mapping[str, Any], kind: str, base: tuple[str, float], **left_out: Any
+) -> dict[str, Any]:
+    """RoPE of a layer type: its own in `rope_parameters`, or as files of before transformers 5 have
+    it, where `rope_scaling` is of full attention alone.
+
+    Args:
+        base: the key of the base in such files, and the base where there is none.
+        left_out: what `rope_parameters` has where it does not say it.
+    """
+    rope = {"rope_theta": _first(hf.get(base[0]), base[1]), **left_out}
+    rope |= (hf.get("rope_parameters") or {}).get(kind) or {}
+    if kind == "full_attention":
+        rope |= hf.get("rope_scaling") or {}
+    return rotary({**hf, **WITHOUT_ROPE, "rope_parameters": rope}, partial=bool(left_out))
+
+
 def _first(*values: Any) -> Any:
     """The first value that is given; None: there is none."""
     return next((value for value in values if value is not None), None)

@@ -7,7 +7,7 @@ embeddings. Gemma 3n has the last two of these, several residual streams and spa
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_hybrid.checkpoints.huggingface import fields, tensors
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap, TensorNames
@@ -78,14 +78,11 @@ _ROPE = {
 def _experts_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
     """An MLP and experts, each with norms of its own, and a router."""
     for own, name in (
-        ("pre_dense_layernorm", "pre_feedforward_layernorm"),
-        ("post_dense_layernorm", "post_feedforward_layernorm_1"),
-        ("pre_experts_layernorm", "pre_feedforward_layernorm_2"),
-        ("post_experts_layernorm", "post_feedforward_layernorm_2"),
-        ("router", "router.proj"),
-    ):
-        yield same(f"{ours}.{own}.weight", f"{theirs}.{name}.weight")
-    for own, name in (
+        ("pre_dense_layernorm.weight", "pre_feedforward_layernorm.weight"),
+        ("post_dense_layernorm.weight", "post_feedforward_layernorm_1.weight"),
+        ("pre_experts_layernorm.weight", "pre_feedforward_layernorm_2.weight"),
+        ("post_experts_layernorm.weight", "post_feedforward_layernorm_2.weight"),
+        ("router.weight", "router.proj.weight"),
         ("router_scale", "router.scale"),
         ("expert_scale", "router.per_expert_scale"),
         ("experts.linear_fc1.weight", "experts.gate_up_proj"),
@@ -129,7 +126,9 @@ class Gemma3(Adapter):
         types = fields.layer_types(hf, "sliding_attention", hf["sliding_window_pattern"])
         pattern = fields.symbols_of(types, fields.WINDOW_SYMBOLS, hf["num_hidden_layers"])
         rotary = {
-            symbol: _rotary(hf, kind)
+            symbol: fields.rotary_of_type(hf, kind, _BASES[kind])
+            if is_gemma3
+            else fields.rotary(hf)
             for kind, symbol in fields.WINDOW_SYMBOLS.items()
             if symbol in pattern
         }
@@ -148,17 +147,11 @@ class Gemma3(Adapter):
         }
 
 
-def _rotary(hf: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
-    """Gemma 2 has one base; Gemma 3 one for each layer type, `rope_local_base_freq` in files of
-    before transformers 5, whose `rope_scaling` is of full attention alone."""
-    if hf["model_type"] == "gemma2":
-        return fields.rotary(hf)
-    own = (hf.get("rope_parameters") or {}).get(layer_type) or {}
-    if layer_type == "full_attention":
-        scaling = {**own, **(hf.get("rope_scaling") or {})}
-        return fields.rotary({**hf, "rope_parameters": None, "rope_scaling": scaling}, 1e6)
-    local = {"rope_theta": hf.get("rope_local_base_freq", 1e4), **own}
-    return fields.rotary({"rope_parameters": local})
+_BASES = {
+    "full_attention": ("rope_theta", 1000000.0),
+    "sliding_attention": ("rope_local_base_freq", 10000.0),
+}
+"""Layer type -> key of its base of RoPE, and the value where there is none; Gemma 2 has one."""
 
 
 class Gemma4(Adapter):
@@ -168,6 +161,7 @@ class Gemma4(Adapter):
     composite_types = ("gemma4",)
     composite_tied = True
     ignored = (r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*",)
+    rope_parameters: ClassVar = _ROPE
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         hf = {**_DEFAULTS_4, **hf}
@@ -176,9 +170,11 @@ class Gemma4(Adapter):
         if hf["hidden_size_per_layer_input"]:
             fields.only(hf, vocab_size_per_layer_input=hf["vocab_size"])
         kinds = self.layer_types(hf)
+        hf["rope_parameters"] = hf.get("rope_parameters") or self.rope_parameters
         symbols = fields.symbols_of(kinds, fields.WINDOW_SYMBOLS, hf["num_hidden_layers"])
         overrides = {
-            symbol: self.rotary(hf, kind) for kind, symbol in dict(zip(kinds, symbols)).items()
+            symbol: fields.rotary_of_type(hf, kind, _BASES[kind])
+            for kind, symbol in dict(zip(kinds, symbols)).items()
         }
         if hf.get("attention_k_eq_v"):
             overrides["*"]["keys_as_values"] = True
@@ -211,10 +207,6 @@ class Gemma4(Adapter):
         """Transformers makes the last one full attention, whatever is given."""
         kinds = fields.layer_types(hf, "sliding_attention", hf["sliding_window_pattern"])
         return [*kinds[:-1], "full_attention"]
-
-    def rotary(self, hf: Mapping[str, Any], kind: str) -> dict[str, Any]:
-        """RoPE of a layer type."""
-        return fields.rotary({"rope_parameters": (hf.get("rope_parameters") or _ROPE)[kind]})
 
     def ignored_names(self, names: Collection[str], config: HybridConfig) -> set[str]:
         """See `Adapter.ignored_names`: released folders have keys and values that nobody reads, in
@@ -249,6 +241,7 @@ class Gemma3n(Gemma4):
 
     model_types = ("gemma3n_text",)
     composite_types = ("gemma3n",)
+    rope_parameters: ClassVar = None
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         # altup_coef_clip bounds weights in training, at a hundred times what they are.
@@ -274,9 +267,6 @@ class Gemma3n(Gemma4):
 
     def layer_types(self, hf: Mapping[str, Any]) -> list[str]:
         return fields.layer_types(hf, "sliding_attention", hf["sliding_window_pattern"])
-
-    def rotary(self, hf: Mapping[str, Any], kind: str) -> dict[str, Any]:
-        return _rotary(hf, kind)
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
         yield from super().tensors(config)

@@ -40,24 +40,15 @@ class GraniteMoeHybrid(Adapter):
         types = hf.get("layer_types") or hf.get("layers_block_type") or ["mamba"] * num_layers
         symbols = fields.symbols_of(types, fields.MAMBA2_SYMBOLS, num_layers)
         mlp = "E" if hf.get("num_local_experts", 8) else "-"
-        position = hf.get("position_embedding_type")
-        found = {
-            **fields.model(hf),
-            **fields.attention(hf),
+        position, bias = hf.get("position_embedding_type"), hf.get("attention_bias")
+        return {
+            **fields.transformer(hf, "".join(symbols), mlp * num_layers, attention_bias=bias),
             **(fields.mamba2(hf, hf.get("rms_norm_eps", 1e-6)) if "M" in symbols else {}),
-            "layer_pattern": "".join(symbol + mlp for symbol in symbols),
             **multipliers(hf),
             "position_embedding_type": "rope" if position == "rope" else "none",
-            "activation_func": fields.activation(hf),
             "ffn_hidden_size": hf.get("shared_intermediate_size", 1024),
             **(_moe_fields(hf) if mlp == "E" else {}),
         }
-        if position == "rope":
-            found |= fields.rotary(hf)
-        if "*" in symbols:
-            biases = {"add_bias_linear": hf.get("attention_bias", False)}
-            found["layer_overrides"] = {"*": biases}
-        return found
 
     def as_found(self, tensor_map: TensorMap, config: HybridConfig, shapes: Shapes) -> TensorMap:
         """See `Adapter.as_found`: GPTQModel and llm-compressor write the experts of a tensor one by

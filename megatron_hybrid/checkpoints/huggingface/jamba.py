@@ -38,10 +38,8 @@ class Jamba(Adapter):
         mlps = _periodic(hf, "expert_layer", 2, 1, "-E" if experts > 1 else "--")
         width = fields.required(hf, "intermediate_size")
         found = {
-            **fields.model(hf),
-            **fields.attention({"num_key_value_heads": 8, **hf}),
+            **fields.transformer({"num_key_value_heads": 8, **hf}, mixers, mlps),
             "position_embedding_type": "none",
-            "layer_pattern": "".join(mixer + mlp for mixer, mlp in zip(mixers, mlps)),
             "mamba1_inner_size": hf.get("mamba_expand", 2) * fields.required(hf, "hidden_size"),
             "mamba1_state_dim": hf.get("mamba_d_state", 16),
             "mamba1_dt_rank": fields.dt_rank(hf, "mamba_dt_rank"),
@@ -51,7 +49,6 @@ class Jamba(Adapter):
             "mamba1_norm": "weighted",
             "mamba1_norm_epsilon": hf.get("rms_norm_eps", 1e-6),
             "ffn_hidden_size": width,
-            "activation_func": fields.activation(hf),
         }
         if "E" in mlps:
             found |= {

@@ -51,11 +51,7 @@ class Lfm2(Adapter):
             attention = layers if attention is None else attention
             types = ["full_attention" if each in attention else "conv" for each in layers]
             hf = {**hf, "layer_types": types}
-        return {
-            **_decoder_fields(hf),
-            "layer_pattern": "".join(f"{symbol}-" for symbol in _mixer_symbols(hf)),
-            "ffn_hidden_size": _mlp_width(hf),
-        }
+        return _decoder_fields({**hf, "intermediate_size": _mlp_width(hf)}, 0)
 
 
 class Lfm2Moe(Lfm2):
@@ -66,14 +62,9 @@ class Lfm2Moe(Lfm2):
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         fields.only(hf, norm_topk_prob=True)
-        mixers, dense = _mixer_symbols(hf), hf.get("num_dense_layers", 2)
-        pattern = "".join(f"{mixer}{'-' if i < dense else 'E'}" for i, mixer in enumerate(mixers))
-        found = {
-            **_decoder_fields(hf),
-            "layer_pattern": pattern,
-            "ffn_hidden_size": fields.required(hf, "intermediate_size"),
-        }
-        if "E" in pattern:
+        layers = fields.required(hf, "num_hidden_layers")
+        found = _decoder_fields(hf, layers - hf.get("num_dense_layers", 2))
+        if "E" in found["layer_pattern"]:
             topk = hf.get("num_experts_per_tok", 4)
             fields.check_sigmoid_topk(topk)
             found |= {
@@ -88,25 +79,22 @@ class Lfm2Moe(Lfm2):
         return found
 
 
-def _decoder_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """All but the layers and what comes after each mixer."""
+def _decoder_fields(hf: Mapping[str, Any], num_sparse: int) -> dict[str, Any]:
+    """All but experts, which the last `num_sparse` layers have, and the width that MLPs get."""
     fields.only(hf, use_pos_enc=True)
     tied = hf.get("tie_embedding", hf.get("tie_word_embeddings", True))
-    hf = {"norm_eps": 1e-5, **hf, "tie_word_embeddings": tied}
+    hf = {"norm_eps": 1e-5, "num_key_value_heads": 8, **hf, "tie_word_embeddings": tied}
+    layers = fields.required(hf, "num_hidden_layers")
+    mixers = fields.symbols_of(fields.required(hf, "layer_types"), _SYMBOLS, layers)
+    mlps = "".join("-" if i < layers - num_sparse else "E" for i in range(layers))
     return {
-        **fields.model(hf, "norm_eps"),
-        **fields.attention({"num_key_value_heads": 8, **hf}),
-        **fields.rotary(hf, 1e6),
+        **fields.transformer(
+            {**hf, "rms_norm_eps": hf["norm_eps"]}, "".join(mixers), mlps, base=1e6
+        ),
         "qk_layernorm": True,
         "short_conv_kernel": hf.get("conv_L_cache", 3),
         "short_conv_bias": hf.get("conv_bias", False),
     }
-
-
-def _mixer_symbols(hf: Mapping[str, Any]) -> list[str]:
-    """The symbol of each layer's mixer."""
-    num_layers = fields.required(hf, "num_hidden_layers")
-    return fields.symbols_of(fields.required(hf, "layer_types"), _SYMBOLS, num_layers)
 
 
 def _mlp_width(hf: Mapping[str, Any]) -> int:

@@ -41,18 +41,15 @@ class Llama4(Adapter):
             without_rope["attention_temperature_scale"] = hf.get("attn_scale", 0.1)
             without_rope["attention_temperature_floor"] = hf.get("floor_scale", 8192)
         width = fields.required(hf, "intermediate_size")
-        pattern = _pattern(hf)
+        mixers, mlps = _layers(hf)
+        hf = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, **hf}
         return {
-            **fields.model({"rms_norm_eps": 1e-5, **hf}),
-            **fields.attention({"num_key_value_heads": 8, **hf}),
-            **fields.rotary(hf, 500000.0),
-            "layer_pattern": pattern,
-            "layer_overrides": {"*": without_rope} if "*" in pattern else {},
+            **fields.transformer(hf, mixers, mlps, base=500000.0),
+            "layer_overrides": {"*": without_rope} if "*" in mixers else {},
             "attention_chunk_size": hf.get("attention_chunk_size", 8192),
             "rotary_interleaved": True,
             "qk_l2_norm": hf.get("use_qk_norm", True),
             "ffn_hidden_size": hf.get("intermediate_size_mlp", 16384),
-            "activation_func": fields.activation(hf),
             "num_moe_experts": hf.get("num_local_experts", 16),
             "moe_router_topk": hf.get("num_experts_per_tok", 1),
             "moe_router_score_function": "sigmoid",
@@ -62,7 +59,7 @@ class Llama4(Adapter):
         }
 
 
-def _pattern(hf: Mapping[str, Any]) -> str:
+def _layers(hf: Mapping[str, Any]) -> tuple[str, str]:
     """Chunks where there is RoPE, and experts in every `interleave_moe_layer_step`th layer."""
     layers = fields.required(hf, "num_hidden_layers")
     interval, step = hf.get("no_rope_layer_interval", 4), hf.get("interleave_moe_layer_step", 1)
@@ -76,7 +73,5 @@ def _pattern(hf: Mapping[str, Any]) -> str:
             f"config.json has layer_types={given} and no_rope_layers={has_rope}; only layers with "
             "RoPE in chunks and layers without RoPE in full are supported"
         )
-    return "".join(
-        ("L" if rope else "*") + ("E" if i in experts else "-")
-        for i, rope in enumerate(has_rope[:layers])
-    )
+    mlps = "".join("E" if i in experts else "-" for i in range(layers))
+    return "".join("L" if rope else "*" for rope in has_rope[:layers]), mlps

@@ -46,13 +46,8 @@ class MiMoV2Flash(Adapter):
         if hf.get("sliding_window_size") is not None:  # without the token itself
             hf["sliding_window"] = hf["sliding_window_size"] + 1
         mixers = fields.symbols_of(_types(hf), fields.WINDOW_SYMBOLS, hf["num_hidden_layers"])
-        rope = hf.get("rope_parameters") or {}
         overrides = {
-            symbol: fields.rotary(
-                {"rope_parameters": {"partial_rotary_factor": 0.334, **rope.get(kind, {})}},
-                hf.get(_BASES[kind][0]) or _BASES[kind][1],
-                partial=True,
-            )
+            symbol: fields.rotary_of_type(hf, kind, _BASES[kind], partial_rotary_factor=0.334)
             for kind, symbol in fields.WINDOW_SYMBOLS.items()
             if symbol in mixers
         }

@@ -36,31 +36,20 @@ class Olmo3(Adapter):
     names = _NAMES
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        hf = {"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500000.0, **hf}
+        hf = {"rms_norm_eps": 1e-5, "sliding_window": 4096, **hf}
         mixers = fields.windows(hf, "sliding_attention", 4)
         bias = hf.get("attention_bias")
-        plain = {key: value for key, value in hf.items() if not key.startswith("rope_")}
         found = {
-            **fields.transformer(plain, mixers, attention_bias=bias),
+            **fields.transformer({**hf, **fields.WITHOUT_ROPE}, mixers, attention_bias=bias),
             "norm_placement": "post",
             "qk_layernorm": True,
             "qk_layernorm_scope": "all_heads",
         }
         for kind, symbol in fields.WINDOW_SYMBOLS.items():
             if symbol in mixers:
-                overrides = found["layer_overrides"].setdefault(symbol, {})
-                found["layer_overrides"][symbol] = {**overrides, **_rotary(hf, kind)}
+                rotary = fields.rotary_of_type(hf, kind, ("rope_theta", 500000.0))
+                found["layer_overrides"].setdefault(symbol, {}).update(rotary)
         return found
-
-
-def _rotary(hf: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """RoPE of a layer type. `rope_scaling` of files of before transformers 5 is of full attention
-    alone."""
-    rope = dict((hf.get("rope_parameters") or {}).get(kind) or {})
-    if kind == "full_attention":
-        rope |= hf.get("rope_scaling") or {}
-    kept = {key: hf[key] for key in ("rope_theta", "max_position_embeddings") if key in hf}
-    return fields.rotary({**kept, "rope_parameters": rope})
 
 
 class Exaone4(Adapter):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_hybrid.checkpoints.huggingface import fields, tensors
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, Shapes, TensorMap, TensorNames
@@ -52,19 +52,25 @@ class Qwen3Next(Adapter):
     model_types = ("qwen3_next",)
     names = _names(by_key_heads=True)
     prediction_names = (r"mtp\..*",)
-    key_value_heads = 2
+    left_out: ClassVar = {
+        "head_dim": 256,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.25,
+        "intermediate_size": 5632,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+    }
     """Defaults of fields that config.json leaves out."""
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         # The convolution and the gates are SiLU here, whatever the MLP's activation.
         fields.only(hf, attention_bias=False, hidden_act="silu")
-        heads = {"num_key_value_heads": self.key_value_heads}
-        return {
-            **fields.model(hf),
-            **fields.attention({"head_dim": 256, **heads, **hf}),
-            **fields.rotary({"partial_rotary_factor": 0.25, **hf}, partial=True),
-            **self._mlp_fields(hf),
-            "layer_pattern": "".join(map("".join, zip(_mixers(hf), self._mlps(hf)))),
+        hf = {**self.left_out, **hf}
+        types = fields.layer_types(hf, "linear_attention", hf.get("full_attention_interval", 4))
+        mixers = fields.symbols_of(types, _SYMBOLS, hf["num_hidden_layers"])
+        mlps = self._mlps(hf)
+        found = {
+            **fields.transformer(hf, "".join(mixers), mlps, partial=True),
             "layernorm_zero_centered_gamma": True,
             "qk_layernorm": True,
             "attention_output_gate": True,
@@ -74,8 +80,18 @@ class Qwen3Next(Adapter):
             "linear_key_head_dim": hf.get("linear_key_head_dim", 128),
             "linear_value_head_dim": hf.get("linear_value_head_dim", 128),
             "linear_conv_kernel_dim": hf.get("linear_conv_kernel_dim", 4),
-            "activation_func": fields.activation(hf),
         }
+        if "E" in mlps:
+            width = hf.get("shared_expert_intermediate_size", 512)
+            found |= {
+                "num_moe_experts": hf["num_experts"],
+                "moe_router_topk": hf["num_experts_per_tok"],
+                "moe_router_pre_softmax": not hf.get("norm_topk_prob", True),
+                "moe_ffn_hidden_size": hf.get("moe_intermediate_size", 512),
+                "moe_shared_expert_intermediate_size": width,
+                "moe_shared_expert_gate": True,
+            }
+        return found
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
         yield from super().tensors(config)
@@ -92,29 +108,9 @@ class Qwen3Next(Adapter):
 
     def _mlps(self, hf: Mapping[str, Any]) -> str:
         """E or - for each of their layers."""
-        if not hf.get("num_experts", 512):
-            return "-" * fields.required(hf, "num_hidden_layers")
-        return fields.sparse_mlps(hf)
-
-    def _mlp_fields(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        found = {"ffn_hidden_size": hf.get("intermediate_size", 5632)}
-        if "E" not in self._mlps(hf):
-            return found
-        return {
-            **found,
-            "num_moe_experts": hf.get("num_experts", 512),
-            "moe_router_topk": hf.get("num_experts_per_tok", 10),
-            "moe_router_pre_softmax": not hf.get("norm_topk_prob", True),
-            "moe_ffn_hidden_size": hf.get("moe_intermediate_size", 512),
-            "moe_shared_expert_intermediate_size": hf.get("shared_expert_intermediate_size", 512),
-            "moe_shared_expert_gate": True,
-        }
-
-
-def _mixers(hf: Mapping[str, Any]) -> list[str]:
-    """G or * for each of their layers."""
-    types = fields.layer_types(hf, "linear_attention", hf.get("full_attention_interval", 4))
-    return fields.symbols_of(types, _SYMBOLS, hf["num_hidden_layers"])
+        if {**self.left_out, **hf}["num_experts"]:
+            return fields.sparse_mlps(hf)
+        return "-" * fields.required(hf, "num_hidden_layers")
 
 
 class Qwen35(Qwen3Next):
@@ -124,17 +120,17 @@ class Qwen35(Qwen3Next):
     names = _names(by_key_heads=False)
     composite_types = ("qwen3_5",)
     ignored = (r"model\.visual\..*",)
-    key_value_heads = 4
+    left_out: ClassVar = {
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "partial_rotary_factor": 0.25,
+        "num_experts": 0,
+    }
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        fields.only(hf, attn_output_gate=True)
+        fields.only(hf, attn_output_gate=True, norm_topk_prob=True)
+        fields.only(hf, decoder_sparse_step=1, mlp_only_layers=(None, []))
         return super().config(hf)
-
-    def _mlps(self, hf: Mapping[str, Any]) -> str:
-        return "-" * fields.required(hf, "num_hidden_layers")
-
-    def _mlp_fields(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        return {"ffn_hidden_size": fields.required(hf, "intermediate_size")}
 
 
 class Qwen35Moe(Qwen35):
@@ -142,7 +138,12 @@ class Qwen35Moe(Qwen35):
 
     model_types = ("qwen3_5_moe_text",)
     composite_types = ("qwen3_5_moe",)
-    key_value_heads = 2
+    left_out: ClassVar = {
+        **Qwen35.left_out,
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+    }
 
     def as_found(self, tensor_map: TensorMap, config: HybridConfig, shapes: Shapes) -> TensorMap:
         """See `Adapter.as_found`: the released folders have the experts of a layer in two tensors,
@@ -155,15 +156,3 @@ class Qwen35Moe(Qwen35):
             if (stacked := f"{experts}.experts.{kind}") in shapes:
                 return same(tensor_map.ours[0], stacked)
         return tensor_map
-
-    def _mlps(self, hf: Mapping[str, Any]) -> str:
-        return "E" * fields.required(hf, "num_hidden_layers")
-
-    def _mlp_fields(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "num_moe_experts": hf.get("num_experts", 256),
-            "moe_router_topk": hf.get("num_experts_per_tok", 8),
-            "moe_ffn_hidden_size": hf.get("moe_intermediate_size", 512),
-            "moe_shared_expert_intermediate_size": hf.get("shared_expert_intermediate_size", 512),
-            "moe_shared_expert_gate": True,
-        }

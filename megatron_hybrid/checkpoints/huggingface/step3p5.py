@@ -69,21 +69,18 @@ class Step3p5(DeepseekV3):
         fields.only({"per_layer_config": given}, per_layer_config=own)
         overrides = {}
         for i, kind in enumerate(kinds):
-            scaling = hf.get("rope_scaling") if kind == "full_attention" else None
-            rope = {"rope_theta": bases[i], "partial_rotary_factor": factors[i], **(scaling or {})}
-            rope = (hf.get("rope_parameters") or {}).get(kind) or rope
-            rotary = fields.rotary(
-                {**hf, **fields.WITHOUT_ROPE, "rope_parameters": rope}, partial=True
-            )
+            given = {**hf, "rope_theta": bases[i]}, kind, ("rope_theta", 10000.0)
+            rotary = fields.rotary_of_type(*given, partial_rotary_factor=factors[i])
             overrides[str(2 * i + 1)] = rotary | own.get(i, {})
-            overrides[str(2 * i + 2)] = {
-                "activation_func_clamp_value": (limits if mlps[i] == "E" else shared)[i] or None,
-                "moe_shared_expert_clamp_value": shared[i] or 0.0,
-            }
+            if limits[i] or shared[i]:
+                limit = (limits if mlps[i] == "E" else shared)[i]
+                overrides[str(2 * i + 2)] = {
+                    "activation_func_clamp_value": limit or None,
+                    "moe_shared_expert_clamp_value": shared[i] or 0.0,
+                }
+        hf |= fields.WITHOUT_ROPE
         found = {
-            **fields.transformer(
-                {**hf, **fields.WITHOUT_ROPE}, "".join(mixers), mlps, partial=True
-            ),
+            **fields.transformer(hf, "".join(mixers), mlps),
             "layer_overrides": overrides,
             "layernorm_zero_centered_gamma": True,
             "qk_layernorm": True,

@@ -22,10 +22,7 @@ def activated(
     config: HybridConfig, x_Tg: Tensor, tp_group: dist.ProcessGroup | None = None
 ) -> Tensor:
     """Activation and gate of an MLP: [T, 2f] -> [T, f] if it is gated, else [T, f] -> [T, f].
-
-    Args:
-        tp_group: ranks with the other channels, for `activation_sparsity`.
-    """
+    `activation_sparsity` needs the ranks of all channels, the tp_group."""
     if not config.gated_linear_unit:
         return activate(x_Tg, config.activation_func)
     gate_Tf, x_Tf = x_Tg.chunk(2, -1)
