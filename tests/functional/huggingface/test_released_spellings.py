@@ -110,6 +110,8 @@ MIMO = dict(rope_parameters=None, partial_rotary_factor=0.334, swa_num_key_value
         ("smollm3", {"num_hidden_layers": 3, "layer_types": MIXED, "sliding_window": 9}),
         ("ministral3", {"rope_parameters": None}),
         ("mimo_v2_flash", MIMO),
+        ("gemma3n", {"rope_parameters": None, "rope_theta": 5e3, "rope_local_base_freq": 7e2}),
+        ("step3p5", {"moe_layers_enum": [2], "attention_other_setting": None}),
     ],
 )
 def test_keys_mean_what_they_mean_to_transformers(tmp_path, name, changes):
@@ -155,6 +157,21 @@ def test_a_folder_that_would_be_another_model_is_refused(tmp_path, name, changes
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(mh.CheckpointError, match=said):
         read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_keys_and_values_that_nobody_reads_are_left_out(name, tmp_path):
+    """As released folders have them in layers that read those of others."""
+    build(name).save_pretrained(tmp_path)
+    path, own = tmp_path / "model.safetensors", "model.layers.1.self_attn.k_proj.weight"
+    tensors = load_file(path)
+    tensors["model.layers.4.self_attn.k_proj.weight"] = tensors[own].clone()
+    save_file(tensors, path, {"format": "pt"})
+    mh.load_pretrained(tmp_path)
+    tensors["model.layers.1.self_attn.k_proj.bias"] = tensors.pop(own)
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(mh.CheckpointError, match=r"model\.layers\.1\.self_attn\.k_proj"):
+        mh.load_pretrained(tmp_path)
 
 
 def test_layers_that_predict_further_tokens(tmp_path):
