@@ -31,12 +31,9 @@ _GENERAL_KEYS: dict[tuple[str, ...], tuple[type, str]] = {
         "num_local_experts",
         "num_experts_per_tok",
     ): (int, "a whole number"),
-    ("intermediate_size", "moe_intermediate_size"): (
-        int | list,
-        "a whole number, or a list of one for each layer",
-    ),
+    ("intermediate_size", "moe_intermediate_size"): (int | list, "a whole number or a list"),
     ("rms_norm_eps", "initializer_range"): (int | float, "a number"),
-    ("rope_theta",): (int | float | list, "a number, or a list of one for each layer"),
+    ("rope_theta",): (int | float | list, "a number, or a list of them"),
     ("rope_parameters", "rope_scaling", "quantization_config", "linear_attn_config"): (
         Mapping,
         "an object",
