@@ -87,5 +87,8 @@ class BailingHybrid(DeepseekV3):
             types[number // period * period :] = ["full_attention"] * (number % period)
         return "".join(fields.symbols_of(types, self._symbols(hf), number))
 
+    def _mlps(self, hf: Mapping[str, Any]) -> str:
+        return fields.dense_mlps_first(hf, 2)
+
     def prediction_layers(self, hf: Mapping[str, Any], names: Collection[str] | None) -> str:
         return ""

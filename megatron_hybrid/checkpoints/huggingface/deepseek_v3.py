@@ -34,7 +34,7 @@ class DeepseekV3(Adapter):
         hf = {"q_lora_rank": 1536, **hf}
         fields.only(hf, norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc")
         fields.only(hf, moe_layer_freq=1, ep_size=1)
-        mixers, mlps = self._mixers(hf), fields.dense_mlps_first(hf, 3)
+        mixers, mlps = self._mixers(hf), self._mlps(hf)
         found = {
             **fields.model(hf),
             **fields.latent_attention(hf),
@@ -52,6 +52,10 @@ class DeepseekV3(Adapter):
     def _mixers(self, hf: Mapping[str, Any]) -> str:
         """A symbol for each of their layers."""
         return self.mixer * fields.required(hf, "num_hidden_layers")
+
+    def _mlps(self, hf: Mapping[str, Any]) -> str:
+        """- or E for each of their layers."""
+        return fields.dense_mlps_first(hf, 3)
 
     def _experts(self, hf: Mapping[str, Any], mlps: str) -> dict[str, Any]:
         """Fields of the experts, if there are any. mlps: - or E for each of their layers."""

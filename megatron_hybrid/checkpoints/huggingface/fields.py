@@ -159,13 +159,8 @@ def rotary(
 def rotary_of_type(
     hf: Mapping[str, Any], kind: str, base: tuple[str, float], **left_out: Any
 ) -> dict[str, Any]:
-    """RoPE of a layer type: its own in `rope_parameters`, or as files of before transformers 5 have
-    it, where `rope_scaling` is of full attention alone.
-
-    Args:
-        base: the key of the base in such files, and the base where there is none.
-        left_out: what `rope_parameters` has where it does not say it.
-    """
+    """RoPE of a layer type, by its `rope_parameters`. In files of before transformers 5 base[0] is
+    the key of its base, base[1] where left out, and `rope_scaling` is of full attention alone."""
     rope = {"rope_theta": _first(hf.get(base[0]), base[1]), **left_out}
     rope |= (hf.get("rope_parameters") or {}).get(kind) or {}
     if kind == "full_attention":

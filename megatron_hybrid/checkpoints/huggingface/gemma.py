@@ -125,10 +125,9 @@ class Gemma3(Adapter):
             fields.only(hf, attn_logit_softcapping=None)  # transformers' Gemma 3 does not apply it
         types = fields.layer_types(hf, "sliding_attention", hf["sliding_window_pattern"])
         pattern = fields.symbols_of(types, fields.WINDOW_SYMBOLS, hf["num_hidden_layers"])
+        of_all = None if is_gemma3 else fields.rotary(hf)
         rotary = {
-            symbol: fields.rotary_of_type(hf, kind, _BASES[kind])
-            if is_gemma3
-            else fields.rotary(hf)
+            symbol: of_all or fields.rotary_of_type(hf, kind, _BASES[kind])
             for kind, symbol in fields.WINDOW_SYMBOLS.items()
             if symbol in pattern
         }

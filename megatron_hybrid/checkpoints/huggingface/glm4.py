@@ -39,12 +39,12 @@ class Glm4Moe(DeepseekV3):
     mixer = "*"
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        left_out = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5}
+        left_out = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1}
         groups = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
         sizes = {"n_routed_experts": 128, "moe_intermediate_size": 1408}
         hf = {**left_out, **groups, **sizes, "partial_rotary_factor": 0.5, **hf}
         fields.only(hf, norm_topk_prob=True)
-        mlps = fields.dense_mlps_first(hf, 1)
+        mlps = self._mlps(hf)
         return {
             **fields.transformer(hf, mlps=mlps, partial=True),
             "add_qkv_bias": hf.get("attention_bias", False),

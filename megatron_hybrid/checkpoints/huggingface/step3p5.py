@@ -78,9 +78,8 @@ class Step3p5(DeepseekV3):
                     "activation_func_clamp_value": limit or None,
                     "moe_shared_expert_clamp_value": shared[i] or 0.0,
                 }
-        hf |= fields.WITHOUT_ROPE
         found = {
-            **fields.transformer(hf, "".join(mixers), mlps),
+            **fields.transformer({**hf, **fields.WITHOUT_ROPE}, "".join(mixers), mlps),
             "layer_overrides": overrides,
             "layernorm_zero_centered_gamma": True,
             "qk_layernorm": True,

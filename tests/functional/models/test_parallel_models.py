@@ -72,7 +72,7 @@ ALL_BUT_FEW = small_config(
 )
 # The other layer kinds and options.
 THE_OTHERS = small_config(
-    "LH-P*BW*QRK+USA",
+    "LH-P*BW*QRK+USAP",
     share_embeddings_and_output_weights=True,
     attention_chunk_size=9,
     norm_placement="sandwich",
