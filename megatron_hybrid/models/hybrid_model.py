@@ -37,18 +37,22 @@ from megatron_hybrid.models.multi_token_prediction import MultiTokenPrediction
 from megatron_hybrid.models.packed_weight import require_unpacked
 from megatron_hybrid.models.parameter_names import canonical_name, respell
 from megatron_hybrid.models.per_layer_embedding import PerLayerEmbedding, rounded
-from megatron_hybrid.models.recompute import check_recompute_modules
+from megatron_hybrid.models.recompute import check_recompute_modules, recompute
 from megatron_hybrid.models.sharding.collectives import gather_last_dim, gather_rows, split_rows
 from megatron_hybrid.models.sharding.parallel_setup import check_process_groups, process_groups
 from megatron_hybrid.models.sharding.sharded_state import sharded_state_dict
 from megatron_hybrid.models.sharding.stage_copies import StageCopies
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
+from megatron_hybrid.ops.checks import join
 from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
 from megatron_hybrid.utils.other_names import names_arguments, names_attributes
 from megatron_hybrid.utils.out_of_memory import is_lack_of_memory
 
 NO_LABEL = -100
 """Label of tokens without a label, as in torch's `cross_entropy` and transformers."""
+LOSS_BYTES = 512 << 20
+"""Memory of the fp32 logits that a loss is computed from at a time: a product of some thousand rows
+is as fast as one of all."""
 NO_MEMORY = (
     "the model's weights have no memory: an engine has given it back, whose reacquire_weights() "
     "gets it again, or they are on torch's device meta: load or build them on 'cpu' or 'cuda'"
@@ -553,22 +557,33 @@ class HybridModel(_LanguageModule):
         return logits
 
     def _loss(self, hidden_Th: Tensor, labels: Tensor) -> Tensor:
-        """Cross entropy [b, s] in fp32."""
-        logits = self._local_logits(hidden_Th)
+        """Cross entropy [b, s] in fp32, of so many rows at a time that their logits take at most
+        `LOSS_BYTES`; where that is not all of them, the backward pass computes logits again."""
+        width = -(-self.vocab_size // self.pg_collection.tp.size())
+        size = max(1, LOSS_BYTES // (4 * width))
+        rows, labels_T = hidden_Th.split(size), labels.reshape(-1).split(size)
+        again = len(rows) > 1 and torch.is_grad_enabled()
+        losses = [
+            recompute(self._losses_of, *part) if again else self._losses_of(*part)
+            for part in zip(rows, labels_T, strict=True)
+        ]
+        return join(losses).view_as(labels)
+
+    def _losses_of(self, hidden_nh: Tensor, labels_n: Tensor) -> Tensor:
+        """Cross entropy [n] in fp32."""
+        logits = self._local_logits(hidden_nh)
         if self.pg_collection.tp.size() == 1:
             # The same function in one fused pass; core's is written for split vocabularies.
-            flat = labels.reshape(-1)
-            loss = F.cross_entropy(logits.float(), flat, reduction="none", ignore_index=NO_LABEL)
-            return loss.view_as(labels)
+            logits = logits.float()
+            return F.cross_entropy(logits, labels_n, reduction="none", ignore_index=NO_LABEL)
         width = logits.shape[-1]
         padding = (self.pg_collection.tp.rank() + 1) * width - self.vocab_size
         if padding > 0:
             # Columns of padding are no tokens.
             column = torch.arange(width, device=logits.device)
             logits = logits.masked_fill(column >= width - padding, -torch.inf)
-        flat = labels.reshape(1, -1)
-        loss = self.compute_language_model_loss(flat, logits.unsqueeze(1))
-        return loss.masked_fill(flat == NO_LABEL, 0.0).view_as(labels)
+        loss = self.compute_language_model_loss(labels_n.unsqueeze(0), logits.unsqueeze(1))
+        return loss.squeeze(0).masked_fill(labels_n == NO_LABEL, 0.0)
 
 
 def unwrap(model: object) -> object:

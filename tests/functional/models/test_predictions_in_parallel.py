@@ -15,6 +15,7 @@ from split_models import assert_close
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from megatron_hybrid.checkpoints.model_tensors import full_state_dict
+from megatron_hybrid.models import hybrid_model
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
 WARNINGS = "ignore::FutureWarning", "ignore::UserWarning:torch.distributed.*", "ignore:The .grad"
@@ -37,6 +38,7 @@ def train(folder, layout):
     config = small_config("M*-G/*M/*M", mtp_loss_scaling_factor=0.5, **sizes)
     own = build_hybrid_model(config)
     load_checkpoint(own, folder / "weights")
+    hybrid_model.LOSS_BYTES = 4 * 61 * (5 if sizes else LENGTH)  # ranks: by some rows at a time
     model = DistributedDataParallel(config, DistributedDataParallelConfig(), own)
     config.finalize_model_grads_func = finalize_model_grads
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)

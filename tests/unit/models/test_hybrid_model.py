@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small_models import ALL_MIXERS, random_tokens, small_config, small_model
+from torch.autograd.graph import saved_tensors_hooks
 
+from megatron_hybrid.models import hybrid_model
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import NO_LABEL, HybridModel, build_hybrid_model
 
@@ -47,13 +49,24 @@ def test_every_parameter_gets_a_gradient(pattern):
     assert silent == []
 
 
-def test_loss_is_the_cross_entropy_of_the_logits():
-    model = small_model()
-    tokens = random_tokens(2, 20)
-    loss = model(tokens[:, :-1], labels=tokens[:, 1:])
+@pytest.mark.parametrize("fields", [{}, {"share_embeddings_and_output_weights": True}])
+def test_losses_by_rows_are_those_of_all_logits_and_keep_none(fields, monkeypatch):
+    model = small_model("-", final_logit_softcap=9.0, **fields).train()
+    tokens, shapes = random_tokens(2, 20), []
     logits = model(tokens[:, :-1])
     expected = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
-    torch.testing.assert_close(loss, expected)
+    factors = torch.rand_like(expected)
+    wanted = torch.autograd.grad((expected * factors).sum(), list(model.parameters()))
+    for rows in (38, 7, 1):
+        monkeypatch.setattr(hybrid_model, "LOSS_BYTES", 4 * model.vocab_size * rows)
+        shapes.clear()
+        with saved_tensors_hooks(lambda x: [x, shapes.append(x.shape)][0], lambda x: x):
+            loss = model(tokens[:, :-1], labels=tokens[:, 1:])
+        assert ((38, model.vocab_size) in shapes) == (rows == 38)
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+        found = torch.autograd.grad((loss * factors).sum(), list(model.parameters()))
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_a_token_without_a_label_has_no_loss():
