@@ -68,7 +68,7 @@ class CommandParser(Parser):
             if len(given) == 2:
                 self.error(f"the model is given twice, as {given[0]} and as {given[1]}")
             (options.model,) = given or [options.default_model]
-            if options.model is None:
+            if options.model is None and not getattr(options, "train", None):
                 self.error("give a model, as MODEL or as --model MODEL")
         return options
 

@@ -1,6 +1,9 @@
 """`megatron-hybrid plan`."""
 
+from __future__ import annotations
+
 import argparse
+from typing import TYPE_CHECKING
 
 from megatron_hybrid.commands.arguments import (
     ENGINE,
@@ -13,7 +16,10 @@ from megatron_hybrid.commands.arguments import (
     positive,
 )
 
-HELP = "Compute what a model needs on a device: KV, states, largest batch, best speed."
+if TYPE_CHECKING:
+    from megatron_hybrid.tools.roofline import Device
+
+HELP = "Compute what a model needs on a device: KV, states, largest batch, best speed; or a run."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +50,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TBS",
         help="Assume that the device reads this many TB/s of memory, in place of the value for "
         "--device.",
+    )
+    parser.add_argument(
+        "--train",
+        metavar="RECIPE",
+        help="In place of a model, compute what this training recipe needs on each of its devices, "
+        "by layer kind, and a bound of its speed.",
+    )
+    parser.add_argument(
+        "--num-gpus",
+        type=int,
+        default=8,
+        metavar="N",
+        help="With --train: the run has this many GPUs.",
     )
     parser.add_argument(
         "--context",
@@ -81,16 +100,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     import json
 
-    from megatron_hybrid.tools.plan import GB, packed_folder, parse_count, plan, render
+    from megatron_hybrid.tools.plan import packed_folder, parse_count, plan, render
     from megatron_hybrid.tools.roofline import device_of
+    from megatron_hybrid.utils.tables import GB
 
     context = parse_count(options.context)
     memory = None if options.memory is None else round(options.memory * GB)
     device = device_of(options.device, memory, options.flops, options.bandwidth)
     if memory is None and device is None:
         raise ValueError("give --memory GB or --device NAME: what the model has to fit into")
-    config = planned_config(options.model, options.mtp)
     memory = memory or device.memory_bytes
+    if options.train is not None:
+        return _plan_run(options, memory, device)
+    config = planned_config(options.model, options.mtp)
     packed = packed_folder(options.model)
     result = plan(
         *(config, memory, context, options.state_encoding, device, packed, options.weights),
@@ -98,3 +120,30 @@ def run(options: argparse.Namespace) -> int:
     )
     print(json.dumps(result.to_dict(), indent=2) if options.json else render(result))
     return 0 if result.settings else 1
+
+
+def _plan_run(options: argparse.Namespace, memory_bytes: int, device: Device | None) -> int:
+    import json
+    from dataclasses import asdict
+
+    from megatron_hybrid.training.footprint import footprint
+    from megatron_hybrid.training.recipe import Recipe
+    from megatron_hybrid.training.trainer import model_config_of, tokenizer_of
+
+    recipe = Recipe.load(options.train)
+    if "vocab_size" in recipe.model:
+        config = recipe.model_config(recipe.model["vocab_size"])
+    else:
+        config = model_config_of(recipe, tokenizer_of(recipe))
+    found = footprint(recipe, config, options.num_gpus, "cuda")
+    speed = None
+    if device is not None:
+        speed = found.tokens_per_second(device.flops, device.bandwidth)
+    if options.json:
+        values = {**asdict(found), "total": found.total, "tokens_per_second": speed}
+        print(json.dumps(values, indent=2))
+    else:
+        print(found.render(memory_bytes))
+        if speed is not None:
+            print(f"\nat most {speed:,.0f} tokens/s on {options.num_gpus} {device.name}")
+    return 0 if found.total <= memory_bytes else 1

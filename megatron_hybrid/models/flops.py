@@ -62,6 +62,18 @@ def training_flops(model: HybridModel) -> tuple[float, float]:
     return 2 * weights, 2 * 3 * pairs
 
 
+def recomputed_flops(model: HybridModel) -> float:
+    """FLOPs of a token that this rank's layers compute once more in the backward pass; of parts of
+    a mixer, none."""
+    together = sum(model.decoder.recomputed_layers)
+    again = [
+        (layer, config)
+        for number, (layer, config) in enumerate(layers_with_configs(model))
+        if number < together or layer.recomputes_mixer
+    ]
+    return 2 * sum(size for each in again for _, size in _matrices(*each))
+
+
 def layer_widths(model: HybridModel) -> list[float]:
     """Elements of a token's activations in each layer of this rank, about: of the inputs and the
     outputs of its matrices."""

@@ -7,7 +7,8 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +27,24 @@ OPS: dict[str, Op] = {}
 """All ops by name."""
 
 
+@dataclass
+class Planning:
+    """What ops would do on another device: in its context they get tensors without values."""
+
+    device_type: str
+    served: set[tuple[str, str]] = field(default_factory=set)
+    """Ops, and the backends that would serve them."""
+
+
+planning: ContextVar[Planning | None] = ContextVar("planning", default=None)
+
+
+def numbers_of(tensor: torch.Tensor, planned: list[int]) -> list[int]:
+    """The numbers of a vector, for the host, which waits for the device; `planned` of one without
+    values."""
+    return tensor.tolist() if planning.get() is None else planned
+
+
 @dataclass(frozen=True)
 class Backend:
     """An implementation of one op."""
@@ -41,6 +60,9 @@ class Backend:
     """Why it is unusable in this process, such as a library that is not installed."""
     device_type: str | None = None
     """The one kind of device it serves, such as "cuda"; None: any."""
+    plan: Callable[..., Any] | None = None
+    """Takes the same on tensors without values, and keeps as many bytes for the backward pass as
+    `run` does; None: it has no backward pass."""
     remarks: Callable[[], Sequence[str]] = tuple
     """What a user should know of it on this device, such as configs that are left out. Called where
     the backend can serve alone."""
@@ -121,6 +143,8 @@ class Op:
 
     def _serve(self, *inputs: Any) -> Any:
         """Run the op on inputs that fit its contracts."""
+        if (plan := planning.get()) is not None:
+            return self._plan(plan, inputs)
         if forced is not None:
             return self._forced_backend(inputs)(*inputs)
         for backend in self.backends:
@@ -132,6 +156,21 @@ class Op:
             if (reason := backend.refusal(*inputs)) is None:
                 return backend.run(*inputs)
             self._tell(backend, reason)
+        return self.reference(*inputs)
+
+    def _plan(self, plan: Planning, inputs: tuple) -> Any:
+        """Run on tensors without values, as what serves such ones on the planned device."""
+        for backend in self.backends:
+            if backend.plan is None or backend.missing is not None:
+                continue
+            fits = backend.device_type in (None, plan.device_type) and forced in (
+                None,
+                backend.name,
+            )
+            if fits and backend.verify(*inputs) is None:
+                plan.served.add((self.name, backend.name))
+                return backend.plan(*inputs)
+        plan.served.add((self.name, REFERENCE))
         return self.reference(*inputs)
 
     def _check_of(

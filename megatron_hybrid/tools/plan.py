@@ -35,9 +35,9 @@ from megatron_hybrid.models.packed_weight import PackedWeight, named_weights
 from megatron_hybrid.tools.quantize import pack_as
 from megatron_hybrid.tools.rates import WIDTH, Rates, predict, render_rates
 from megatron_hybrid.tools.roofline import Device, ModelWork, num_bytes
+from megatron_hybrid.utils.tables import size, table
 from megatron_hybrid.utils.validation import check_field
 
-GB = 10**9
 MEMORY_FRACTION = InferenceConfig.memory_fraction
 _CACHE_BLOCKS = (16, 32, 64, 128, 256)
 _TABLE_BLOCKS = 2048  # a much longer row of a block table costs more than finer sharing saves
@@ -290,26 +290,6 @@ def _pure_attention(spec: CacheSpec, config: HybridConfig, model: HybridModel) -
     plain = 2 * config.hidden_size * config.params_dtype.itemsize
     widest = max((group.bytes_per_token for group in spec.groups), default=plain)
     return CacheSpec(spec.block_size_tokens, (KVGroup(layers, widest),), 0, spec.hidden_bytes)
-
-
-def size(num_bytes: float) -> str:
-    """Format a number of bytes in its largest unit."""
-    for unit, factor in (("GB", GB), ("MB", 10**6), ("kB", 1000)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.4g} {unit}"
-    return f"{num_bytes} B"
-
-
-def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    """Lines of a table; the first column is left-aligned, the others right-aligned."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows)]
-    return [
-        "  ".join(
-            f"{cell:{'>' if i else ''}{width}}"
-            for i, (cell, width) in enumerate(zip(cells, widths))
-        )
-        for cells in (heads, *rows)
-    ]
 
 
 def render(result: Plan) -> str:

@@ -20,13 +20,14 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.text.tokenizer_files import find_tokenizer
-from megatron_hybrid.tools.plan import GB, spec_of
+from megatron_hybrid.tools.plan import spec_of
 from megatron_hybrid.tools.replay.jsonl import load_jsonl
 from megatron_hybrid.tools.replay.lru import Ceiling
 from megatron_hybrid.tools.replay.ours import Ours
 from megatron_hybrid.tools.replay.request import Request
 from megatron_hybrid.tools.replay.rules import rules
 from megatron_hybrid.tools.replay.runner import Replay, replay
+from megatron_hybrid.utils.tables import GB
 
 OURS = "this engine, any token"
 CEILING = "infinite cache, any token"

@@ -6,8 +6,9 @@ from textwrap import wrap
 
 import numpy as np
 
-from megatron_hybrid.tools.plan import WIDTH, size, table
 from megatron_hybrid.tools.profile import Profile
+from megatron_hybrid.tools.rates import WIDTH
+from megatron_hybrid.utils.tables import size, table
 
 _BAR = 24
 _NOTE = (

@@ -45,6 +45,7 @@ from megatron_hybrid.training.data.batches import Batch, batches, count_micro_ba
 from megatron_hybrid.training.data.datasets import build_datasets
 from megatron_hybrid.training.data.rows import contents_of
 from megatron_hybrid.training.dpo import DpoLoss
+from megatron_hybrid.training.footprint import check_fits
 from megatron_hybrid.training.grpo import GrpoLoss
 from megatron_hybrid.training.lora import add_adapters, merge_adapters, save_adapters
 from megatron_hybrid.training.losses import CrossEntropy, Loss
@@ -62,9 +63,9 @@ from megatron_hybrid.training.reference_policy import ReferencePolicy
 from megatron_hybrid.training.reports import Reports
 from megatron_hybrid.training.rollouts import Prompts, Rollouts
 from megatron_hybrid.training.run_lock import RunLock, check_shared
-from megatron_hybrid.training.stop_signals import stop_signals
 from megatron_hybrid.utils.child_lifetime import ends_with_launcher
 from megatron_hybrid.utils.files import digest_of_files, no_new_folders
+from megatron_hybrid.utils.stop_signals import stop_signals
 
 ADAPTERS = "adapters"
 """Folder of the adapters alone, in that of an exported model."""
@@ -157,8 +158,8 @@ class Trainer:
         self.recipe, self.folder, self.device = recipe, Path(folder), device
         self.loss = _loss_of(recipe) if loss is None else loss
         with fail_together(ValueError, whole_job=True):
-            self.tokenizer = _tokenizer(recipe)
-            config = _model_config(recipe, self.tokenizer)
+            self.tokenizer = tokenizer_of(recipe)
+            config = model_config_of(recipe, self.tokenizer)
             _check_loss(self.loss, recipe, config)
         with no_new_folders(self.folder):
             with fail_together(OSError, whole_job=True):
@@ -185,6 +186,9 @@ class Trainer:
 
     def _set_up(self, config: HybridConfig) -> None:
         recipe, run, device = self.recipe, self.recipe.run, self.device
+        if (memory := device_memory(device)) is not None:
+            with fail_together(ValueError, whole_job=True):
+                check_fits(recipe, config, dist.get_world_size(), device.type, memory)
         groups = core_process_groups(config)
         dp_size = parallel_state.get_data_parallel_world_size()
         sizes = run.global_batch_size, run.micro_batch_size
@@ -590,6 +594,13 @@ class Trainer:
         self.measures.restart_clock()
 
 
+def device_memory(device: torch.device) -> int | None:
+    """Bytes of a GPU; None of a CPU, whose memory others share, and may be swapped."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.get_device_properties(device).total_memory
+
+
 def _seed(seed: int) -> None:
     torch.manual_seed(seed)
     if torch.cuda.is_available():
@@ -645,7 +656,8 @@ def _check_loss(loss: Loss, recipe: Recipe, config: HybridConfig) -> None:
         )
 
 
-def _tokenizer(recipe: Recipe) -> Tokenizer:
+def tokenizer_of(recipe: Recipe) -> Tokenizer:
+    """The tokenizer of a run. Raises ValueError where there is none."""
     folder = model_folder(recipe.tokenizer)
     if find_tokenizer(folder) is None:
         raise ValueError(
@@ -655,7 +667,9 @@ def _tokenizer(recipe: Recipe) -> Tokenizer:
     return Tokenizer.from_folder(folder)
 
 
-def _model_config(recipe: Recipe, tokenizer: Tokenizer) -> HybridConfig:
+def model_config_of(recipe: Recipe, tokenizer: Tokenizer) -> HybridConfig:
+    """The config of the model that a run trains. Raises ValueError if it does not fit the
+    tokenizer."""
     # A micro-batch counts by its labels: core's data parallelism reads it, and our routers.
     counting = {"calculate_per_token_loss": True}
     pretrained = recipe.model.get("pretrained")

@@ -95,12 +95,12 @@ class RotaryEmbedding:
         self.interleaved = interleaved
         self._scaling = json.dumps(scaling or {}, sort_keys=True)  # hashable: a key of the tables
 
-    def _tables(
+    def tables(
         self, num_positions: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         # Tables grow in powers of two, so that a growing sequence makes few of them.
         size = max(_SMALLEST_TABLE, 1 << (num_positions - 1).bit_length())
-        return _tables(self.dim, self.base, self._scaling, size, device, dtype)
+        return tables(self.dim, self.base, self._scaling, size, device, dtype)
 
     def cos_sin_of_batch(
         self, layout: RaggedLayout, positions_T: Tensor, dtype: torch.dtype
@@ -111,7 +111,7 @@ class RotaryEmbedding:
         key = self.dim, self.base, self._scaling, device, dtype
         # The layout holds the tables, too: a recorded step reads them as long as it is replayed.
         cos, sin = layout.cached(
-            ("rotary tables", *key), lambda: self._tables(layout.last_end, device, dtype)
+            ("rotary tables", *key), lambda: self.tables(layout.last_end, device, dtype)
         )
         return layout.derived(("rotary", *key), lambda: (cos[positions_T], sin[positions_T]))
 
@@ -121,7 +121,7 @@ class RotaryEmbedding:
 
 
 @lru_cache(maxsize=16)
-def _tables(
+def tables(
     dim: int, base: float, scaling: str, size: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """cos and sin at positions [0, size), each [size, 1, dim / 2]; shared by all layers."""

@@ -16,6 +16,7 @@ from megatron_hybrid.models.sharding.collectives import all_to_all
 from megatron_hybrid.models.sharding.parallel_setup import ExpertGroups
 from megatron_hybrid.ops import ExpertPairs
 from megatron_hybrid.ops.checks import rows_between
+from megatron_hybrid.ops.dispatch import numbers_of
 from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
 
 
@@ -84,10 +85,12 @@ class AllToAllDispatcher:
         for_ranks = ends_E.diff(prepend=ends_E.new_zeros(1)).view(self._group.size(), -1)
         from_ranks = torch.empty_like(for_ranks)
         dist.all_to_all_single(from_ranks, for_ranks, group=self._group)
-        self._sent, self._received = for_ranks.sum(1).tolist(), from_ranks.sum(1).tolist()
+        evenly = [len(x_mh) // len(for_ranks)] * len(for_ranks)
+        self._sent = numbers_of(for_ranks.sum(1), evenly)
+        self._received = numbers_of(from_ranks.sum(1), evenly)
         self._num_unsent = len(x_mh) - sum(self._sent)
         x_mh = rows_between(x_mh, 0, sum(self._sent))
-        self._pairs = _pairs_of(from_ranks)
+        self._pairs = _pairs_of(from_ranks, sum(self._received))
         x_ph = all_to_all(x_mh, self._sent, self._received, self._group)
         return self._pairs.tokens(x_ph), self._pairs.ends_E
 
@@ -99,14 +102,16 @@ class AllToAllDispatcher:
         return self._local.combine(y_mh)
 
 
-def _pairs_of(counts: Tensor) -> ExpertPairs:
+def _pairs_of(counts: Tensor, num_rows: int) -> ExpertPairs:
     """The pairs of rows that have one expert each, and come rank by rank, then expert by expert.
 
     Args:
         counts: rows, [ranks, E].
+        num_rows: their sum.
     """
     experts_E = torch.arange(counts.shape[1], device=counts.device)
-    expert_p = experts_E.repeat(len(counts)).repeat_interleave(counts.flatten())
+    expert_p = experts_E.repeat(len(counts))
+    expert_p = expert_p.repeat_interleave(counts.flatten(), output_size=num_rows)
     return ExpertPairs(expert_p.unsqueeze(1) == experts_E, 1)
 
 

@@ -82,6 +82,31 @@ class OneRankGroup(dist.ProcessGroup):
     all_gather_single = reduce_scatter_single = alltoall_base
 
 
+class PlannedGroup(OneRankGroup):
+    """A group whose other ranks are not there: all calls return at once, and leave outputs as they
+    are. Tensors without values take it for one of `size` ranks.
+
+    Args:
+        rank: of this process.
+        size: number of ranks.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        dist.ProcessGroup.__init__(self, rank, size)
+        self._name = f"planned {rank} of {size}"
+
+    def allreduce(self, *args: Any) -> dist.Work:
+        """Return at once."""
+        return _done([])
+
+    allreduce_coalesced = broadcast = reduce = allgather = gather = allreduce
+    scatter = reduce_scatter = alltoall = alltoall_base = allreduce
+    allgather_into_tensor_coalesced = reduce_scatter_tensor_coalesced = allreduce
+    all_gather_single_coalesced = reduce_scatter_single_coalesced = allreduce
+    all_to_all_single = _allgather_base = _reduce_scatter_base = allreduce
+    all_gather_single = reduce_scatter_single = allreduce
+
+
 def _copy(outputs: list[Tensor], inputs: list[Tensor]) -> dist.Work:
     with torch.no_grad():
         for output, given in zip(outputs, inputs, strict=True):

@@ -8,6 +8,8 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
+from megatron_hybrid.ops.dispatch import numbers_of
+
 PerExpert = torch.Tensor | Sequence[torch.Tensor]
 """A tensor with a leading dimension of experts, or one tensor an expert, which may be made when it
 is taken: of packed weights, with `parts` as `ops.packed_linear` takes them."""
@@ -40,7 +42,8 @@ def expert_mlps(
         bits of the others do not depend on other rows, if all ends are multiples of
         `ROW_ALIGNMENT`.
     """
-    spans = list(pairwise([0, *ends_E.tolist()]))
+    evenly = [len(x_mh) * (e + 1) // len(ends_E) for e in range(len(ends_E))]
+    spans = list(pairwise([0, *numbers_of(ends_E, evenly)]))
     if spans[-1][1] > len(x_mh):
         raise ValueError(
             f"x_mh of expert_mlps has {len(x_mh)} rows, and ends_E says {spans[-1][1]}"

@@ -8,6 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megatron_hybrid.ops.checks import compute_dtype, join, pad_rows, rows_between, without_autocast
+from megatron_hybrid.ops.dispatch import planning
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.scan import ragged_scan
 from megatron_hybrid.ops.slot_states import states_or_zeros
@@ -135,6 +136,8 @@ class _Rows(torch.autograd.Function):
     def forward(ctx, h_RNC, dtx_TC, dt_TC, B_TN, C_TN, A_NC, sizes, captures):
         ctx.save_for_backward(h_RNC, dtx_TC, dt_TC, B_TN, C_TN, A_NC)
         ctx.sizes, ctx.captures = sizes, captures
+        if planning.get() is not None:  # sizes alone, which need no loop
+            return torch.empty_like(dtx_TC), torch.empty_like(h_RNC), h_RNC[:0].clone()
         h, ys, ends, captured = h_RNC, [], [], []
         for first, end, rows in _blocks(sizes, BLOCK_BYTES // h_RNC[0].nbytes):
             inputs = (t[first:end] for t in (dtx_TC, dt_TC, B_TN))

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from saved_tensors import Saved
 from small_models import random_tokens, small_config
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -58,23 +59,6 @@ KINDS["every"] = {"recompute_granularity": "selective", "recompute_modules": [*P
 FIELDS_OF_NORMS = KINDS["layernorm"]
 
 
-class Saved:
-    """Bytes of different tensors that autograd saves for the backward pass."""
-
-    def __init__(self, model):
-        self.held = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.storages = {}
-
-    def pack(self, tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.held:
-            self.storages[storage.data_ptr()] = storage  # kept, so that no address is used again
-        return tensor
-
-    def bytes(self):
-        return sum(storage.nbytes() for storage in self.storages.values())
-
-
 def step(pattern=PATTERN, dropout=0.0, **fields):
     """Loss, gradients, counts of the routers and saved bytes of one forward and backward pass."""
     fields = {**FIELDS, **fields, "hidden_dropout": dropout, "attention_dropout": dropout}
@@ -89,7 +73,7 @@ def step(pattern=PATTERN, dropout=0.0, **fields):
     boundaries = torch.tensor([0, 11, 28], dtype=torch.int32)
     packed = PackedSeqParams("thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries)
     saved = Saved(model)
-    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+    with saved.counted():
         loss = model(tokens[:, :-1], labels=tokens[:, 1:], packed_seq_params=packed).mean()
     num_bytes = saved.bytes()
     loss.backward()

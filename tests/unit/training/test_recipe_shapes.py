@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatron_hybrid import build_hybrid_model
 from megatron_hybrid.checkpoints.folder import config_of
 from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER
-from megatron_hybrid.models.layer_pattern import LAYER_KINDS
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.training.recipe import Recipe
 from megatron_hybrid.training.reports import LOG, read_log
@@ -66,15 +65,6 @@ def test_builds_on_the_meta_device_with_the_published_parameter_count(recipe, pu
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**published_values(name)))
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert count(model) == count(theirs) == parameters
-
-
-@each_shape
-def test_every_mixer_that_keeps_states_for_the_backward_pass_is_recomputed(recipe, published):
-    config = read(recipe).model_config(1)
-    names = {LAYER_KINDS[symbol].mixer.rpartition(":")[2] for symbol in config.symbols}
-    recurrent = {"Mamba1Mixer", "Mamba2Mixer", "GatedDeltaNetMixer"}
-    assert names & recurrent
-    assert config.recompute_granularity == "full" or "mamba" in config.recompute_modules
 
 
 @pytest.mark.parametrize("recipe", matrix_rows(SHAPES, "qwen3_next_80b_a3b"))

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from megatron_hybrid.training import stop_signals as module
-from megatron_hybrid.training.stop_signals import stop_signals
+from megatron_hybrid.utils.stop_signals import stop_signals
 
 
 @pytest.fixture

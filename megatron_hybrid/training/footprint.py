@@ -1,0 +1,225 @@
+"""The memory of a run on each of its devices, before there is a model: what it keeps, and by what.
+
+Activations are counted by `count_saved_bytes`, weights and what follows from them by the model's
+parameters. Buffers of collectives and the allocator's waste are not in it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.flops import recomputed_flops, training_flops
+from megatron_hybrid.models.hybrid_model import LOSS_BYTES, HybridModel
+from megatron_hybrid.models.layer_pattern import LAYER_KINDS
+from megatron_hybrid.models.saved_bytes import SavedBytes, count_saved_bytes, planned_model
+from megatron_hybrid.ops.dispatch import REFERENCE
+from megatron_hybrid.training.lora import add_adapters
+from megatron_hybrid.training.optimizer import is_layer_matrix
+from megatron_hybrid.training.recipe import Recipe
+from megatron_hybrid.utils.tables import size, table
+
+
+@dataclass(frozen=True)
+class KindFootprint:
+    """What the layers of one kind keep of a token for the backward pass, each, in bytes."""
+
+    kind: str
+    layers: int
+    """Number of them in the stage."""
+    saved: float
+    """Bytes without recomputation."""
+    kept: float
+    """Bytes by the recipe; of layers that are recomputed together, without the input of all."""
+    backends: tuple[str, ...]
+    """What serves its ops with gradients, other than plain torch."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory of the pipeline stage that needs most, of one rank, in bytes."""
+
+    num_ranks: int
+    stage: int
+    tokens: int
+    """Tokens of a micro-batch."""
+    in_flight: int
+    """Micro-batches between their forward and backward pass."""
+    weights: int
+    """The model, and the reference of a loss that has one."""
+    gradients: int
+    optimizer: int
+    """The optimizer's states and fp32 copies of the weights."""
+    activations: int
+    freed: int
+    """What recomputation leaves out of `activations`."""
+    working: int
+    """What a backward pass adds: the largest part that is recomputed, and as much again for its
+    gradients; or the logits of the loss, in fp32, thrice."""
+    kinds: tuple[KindFootprint, ...]
+    flops: float
+    """Of a micro-batch: forward, backward, and what is recomputed."""
+    passes: int
+    """Micro-batches of a step, and the time in which a pipeline fills, in such ones."""
+    tokens_per_step: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.working
+
+    def tokens_per_second(self, flops: float, bandwidth: float) -> float:
+        """Bound of the job's speed: matrix products at a device's FLOP/s, and an update that moves
+        weights, gradients and states at its bytes/s; collectives take no time."""
+        moved = 2 * self.weights + self.gradients + 2 * self.optimizer
+        return self.tokens_per_step / (self.passes * self.flops / flops + moved / bandwidth)
+
+    def render(self, memory_bytes: int) -> str:
+        """Format as tables. memory_bytes: of a device."""
+        recomputed = f"{size(self.freed)} freed by recomputation" if self.freed else ""
+        activations = f"activations of {self.in_flight} x {self.tokens:,} tokens"
+        rows = [
+            ("weights", size(self.weights), ""),
+            ("gradients", size(self.gradients), ""),
+            ("optimizer", size(self.optimizer), ""),
+            (activations, size(self.activations), recomputed),
+            ("a backward pass", size(self.working), ""),
+            ("all", size(self.total), f"of {size(memory_bytes)}"),
+        ]
+        kinds = [
+            (
+                each.kind,
+                str(each.layers),
+                size(round(each.saved)),
+                size(round(each.kept)),
+                ", ".join(each.backends) or "plain torch",
+            )
+            for each in self.kinds
+        ]
+        heads = ("layers", "number", "a token keeps", "with recomputation", "by")
+        return "\n".join([*table(("", "bytes", ""), rows), "", *table(heads, kinds)])
+
+
+def footprint(recipe: Recipe, config: HybridConfig, num_ranks: int, device_type: str) -> Footprint:
+    """Compute what a rank of a run needs: of the first or the last pipeline stage, whichever needs
+    more.
+
+    Args:
+        config: of the model.
+        num_ranks: of the job.
+        device_type: of its devices, "cuda" or "cpu".
+
+    Raises:
+        ValueError: the number of ranks does not fit the layout, or adapters do not fit the model.
+    """
+    stages = {0, config.pipeline_model_parallel_size - 1}
+    found = [_of_stage(recipe, config, num_ranks, stage, device_type) for stage in stages]
+    return max(found, key=lambda each: each.total)
+
+
+def check_fits(
+    recipe: Recipe, config: HybridConfig, num_ranks: int, device_type: str, memory_bytes: int
+) -> Footprint:
+    """Compute `footprint`, and raise ValueError with its table where a device has less memory."""
+    found = footprint(recipe, config, num_ranks, device_type)
+    if found.total > memory_bytes:
+        raise ValueError(
+            f"the run does not fit: a rank of {num_ranks} needs {size(found.total)}, and its device"
+            f" has {size(memory_bytes)}.\n{found.render(memory_bytes)}\nUse more ranks, "
+            "optimizer.distributed, a split model, model.recompute_granularity, or a smaller "
+            "data.sequence_length or run.micro_batch_size."
+        )
+    return found
+
+
+def _of_stage(
+    recipe: Recipe, config: HybridConfig, num_ranks: int, stage: int, device_type: str
+) -> Footprint:
+    run, length = recipe.run, recipe.data.sequence_length
+    rows, tokens = run.micro_batch_size, run.micro_batch_size * length
+    kept, model = _saved(recipe, config, num_ranks, stage, device_type)
+    saved = kept
+    if config.recompute_granularity is not None:
+        plain = copy.copy(config)
+        plain.recompute_granularity = None
+        saved, _ = _saved(recipe, plain, num_ranks, stage, device_type)
+    groups, stages = model.pg_collection, config.pipeline_model_parallel_size
+    micro_batches = run.global_batch_size // (rows * groups.dp.size()) or 1
+    in_flight = min(micro_batches, stages - stage)
+    weights = sum(one.nbytes for one in model.parameters())
+    if recipe.dpo is not None and recipe.lora is None:
+        weights *= 2
+    per_token, per_pair = training_flops(model)
+    return Footprint(
+        num_ranks,
+        stage,
+        tokens,
+        in_flight,
+        weights,
+        gradients=sum(4 * one.numel() for one in model.parameters() if one.requires_grad),
+        optimizer=optimizer_bytes(model, recipe),
+        activations=kept.total * in_flight,
+        freed=(saved.total - kept.total) * in_flight,
+        working=_working(model, config, kept, saved, tokens),
+        kinds=tuple(_kinds(model, kept, saved, tokens)),
+        flops=tokens * (per_token + recomputed_flops(model) + per_pair * length / 2),
+        passes=micro_batches + stages - 1,
+        tokens_per_step=run.global_batch_size * length,
+    )
+
+
+def _saved(
+    recipe: Recipe, config: HybridConfig, num_ranks: int, stage: int, device_type: str
+) -> tuple[SavedBytes, HybridModel]:
+    model = planned_model(config, num_ranks, stage)
+    if recipe.lora is not None:
+        with torch.device("meta"):
+            add_adapters(model, recipe.lora)
+    rows, length = recipe.run.micro_batch_size, recipe.data.sequence_length
+    return count_saved_bytes(model, rows, length, device_type), model
+
+
+def optimizer_bytes(model: nn.Module, recipe: Recipe) -> int:
+    """Bytes of the optimizer of a rank's part of the model."""
+    fields, groups, total = recipe.optimizer, model.pg_collection, 0.0
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        numbers = 2 if fields.name == "adam" else 1
+        if fields.name == "muon":
+            numbers = 1 if is_layer_matrix(name, parameter) else 2
+        has_copy = parameter.dtype != torch.float32
+        group = groups.dp if getattr(parameter, "allreduce", True) else groups.expt_dp
+        parts = group.size() if fields.distributed else 1
+        total += 4 * (numbers + has_copy) * parameter.numel() / parts
+    return round(total)
+
+
+def _working(
+    model: HybridModel, config: HybridConfig, kept: SavedBytes, saved: SavedBytes, tokens: int
+) -> int:
+    sizes = model.decoder.recomputed_layers
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    together = [sum(saved.layers[at : at + count]) for at, count in zip(starts, sizes)]
+    apart = [before - after for before, after in zip(saved.layers, kept.layers)]
+    largest = max([0, *together, *apart])
+    width = -(-config.vocab_size // model.pg_collection.tp.size())
+    logits = 3 * min(LOSS_BYTES, 4 * tokens * width) if model.post_process else 0
+    return max(2 * largest, logits)
+
+
+def _kinds(
+    model: HybridModel, kept: SavedBytes, saved: SavedBytes, tokens: int
+) -> Iterator[KindFootprint]:
+    symbols = model.decoder.layer_type_list
+    layers = list(zip(symbols, saved.layers, kept.layers, map(frozenset, kept.served)))
+    for (symbol, before, after, served), number in Counter(layers).items():
+        backends = tuple(sorted({name for _, name in served} - {REFERENCE}))
+        kind = LAYER_KINDS[symbol].meaning
+        yield KindFootprint(kind, number, before / tokens, after / tokens, backends)
