@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_hybrid.tools.plan import GB, plan, read_model_config
+from megatron_hybrid.tools.plan import plan, read_model_config
 from megatron_hybrid.tools.roofline import DEVICES
+from megatron_hybrid.utils.tables import GB
 
 DOCS = Path(__file__).parents[1] / "docs" / "guides" / "quantized_weights.md"
 CONFIGS = Path(__file__).parents[1] / "tests" / "functional" / "huggingface" / "hub_configs"

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.questions.common import aligned
-from megatron_hybrid.tools.plan import GB, plan, read_model_config
+from megatron_hybrid.tools.plan import plan, read_model_config
 from megatron_hybrid.tools.roofline import DEVICES
+from megatron_hybrid.utils.tables import GB
 
 CONFIGS = Path(__file__).parents[2] / "tests" / "functional" / "huggingface" / "hub_configs"
 MODELS = (

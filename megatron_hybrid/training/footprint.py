@@ -64,7 +64,7 @@ class Footprint:
     gradients; or the logits of the loss, in fp32, thrice."""
     kinds: tuple[KindFootprint, ...]
     flops: float
-    """Of a micro-batch: forward, backward, and what is recomputed."""
+    """Operations of a micro-batch: forward, backward, and what is recomputed."""
     passes: int
     """Micro-batches of a step, and the time in which a pipeline fills, in such ones."""
     tokens_per_step: int

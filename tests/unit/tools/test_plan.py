@@ -10,7 +10,8 @@ from reference import random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.inference.config import STATE_ENCODINGS
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.tools.plan import parse_count, plan, render, size
+from megatron_hybrid.tools.plan import parse_count, plan, render
+from megatron_hybrid.utils.tables import size
 
 # Nemotron-H-8B (arXiv 2504.03624): 24 Mamba-2, 4 attention and 24 MLP layers.
 NEMOTRON_H_8B = HybridConfig(

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from megatron_hybrid.training import stop_signals as module
+from megatron_hybrid.utils import stop_signals as module
 from megatron_hybrid.utils.stop_signals import stop_signals
 
 
