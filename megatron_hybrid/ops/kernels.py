@@ -26,25 +26,28 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton runs its kernels on the CPU, as tests do; read at import, as Triton does."""
 
 
-def kernel_backend(name: str, module: str, libraries: Mapping[str, str] | None = None) -> Backend:
+def kernel_backend(
+    name: str, module: str, libraries: Mapping[str, str] | None = None, suffix: str = ""
+) -> Backend:
     """Make the backend of a module with `run` and, where it has more to say than what no kernel
     takes, `verify` and `REMARKS`. It is imported at the first call.
 
     Args:
         name: of the backend.
         module: its full name.
+        suffix: of the names of its functions.
         libraries: modules without which the backend is missing, and what has them; Triton is one.
     """
     load = functools.cache(lambda: importlib.import_module(module))
 
     def run(*inputs: Any) -> Any:
         with _on_device_of(inputs):
-            return load().run(*inputs)
+            return getattr(load(), f"run{suffix}")(*inputs)
 
     def verify(*inputs: Any) -> str | None:
         if (reason := _refusal(inputs)) is not None:
             return reason
-        own = getattr(load(), "verify", None)
+        own = getattr(load(), f"verify{suffix}", None)
         return None if own is None else own(*inputs)
 
     def remarks() -> Sequence[str]:

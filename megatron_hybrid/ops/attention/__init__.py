@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_hybrid.ops.attention import reference
+from megatron_hybrid.ops.attention import flash, reference
 from megatron_hybrid.ops.attention.pattern import AttentionPattern
-from megatron_hybrid.ops.dispatch import Op
+from megatron_hybrid.ops.dispatch import Backend, Op
 from megatron_hybrid.ops.kernels import kernel_backend
 
 __all__ = ["AttentionPattern", "paged_attention", "varlen_attention"]
@@ -26,10 +26,16 @@ paged_attention = Op(
         "has {M} columns of {B} tokens: give it more columns",
     },
 )
+paged_attention.register(
+    kernel_backend("flash", "megatron_hybrid.ops.attention.flash", suffix="_paged")
+)
 paged_attention.register(kernel_backend("triton", "megatron_hybrid.ops.attention.triton"))
 varlen_attention = Op(
     "varlen_attention",
     reference.varlen_attention,
     {"q_THD": "T H D", "k_TKD": "T K D", "v_TKP": "T K any", "sinks_H": "H or None"},
     _GROUPS,
+)
+varlen_attention.register(
+    Backend("flash", flash.run, flash.verify, flash.MISSING, "cuda", plan=flash.run)
 )

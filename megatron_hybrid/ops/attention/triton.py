@@ -322,7 +322,10 @@ def run(
     layout: RaggedLayout,
     pattern: AttentionPattern,
     sinks_H: Tensor | None = None,
+    takes_whole: bool = True,
 ) -> Tensor:
+    """See `ops.paged_attention`. takes_whole: whether rows of sequences with many new tokens are
+    written, too."""
     (T, H, D), (_, B, K, P) = q_THD.shape, v_pages_nBKP.shape
     out_THP = q_THD.new_empty(T, H, P)
     out_THP[layout.num_tokens :] = 0
@@ -367,6 +370,8 @@ def run(
             BLOCK_P=triton.next_power_of_2(P),
             num_warps=4,
         )
+    if not takes_whole:
+        return out_THP
     tiles = whole_keys(layout, H // K, blocks["BLOCK_M"], q_THD.device)
     if tiles is not None:
         attend(tiles, (None, None, None), few=False)

@@ -111,7 +111,8 @@ def test_an_unknown_backend_is_refused_with_the_names_there_are(monkeypatch):
     op = toy_op()
     monkeypatch.setattr(dispatch, "forced", "cuda")
     with pytest.raises(
-        ValueError, match=r"is 'cuda'; the backends are \['even', 'fla', 'grouped_mm', 'mcore'"
+        ValueError,
+        match=r"is 'cuda'; the backends are \['even', 'fla', 'flash', 'grouped_mm', 'mcore'",
     ):
         op(2, 5)
 
@@ -140,5 +141,5 @@ def test_the_environment_forces_and_info_refuses_what_is_no_backend(monkeypatch,
     assert main(["info"]) == 2
     assert (
         "MEGATRON_HYBRID_BACKEND is 'cuda'; the backends are "
-        "['fla', 'grouped_mm', 'mcore', 'reference', 'triton']" in capsys.readouterr().err
+        "['fla', 'flash', 'grouped_mm', 'mcore', 'reference', 'triton']" in capsys.readouterr().err
     )

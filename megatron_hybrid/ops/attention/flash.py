@@ -1,0 +1,231 @@
+"""Attention by torch's FlashAttention 2, as `torch.nn.attention.varlen` has it: whole sequences,
+packed, with a gradient, and prefills on keys gathered from pages.
+
+A sink is a score without a value: with the log-sum-exp L of the other scores, outputs are
+multiplied by sigmoid(L - sink), and the backward pass, which is given outputs and log-sum-exps, is
+given those with the sink. (The gradient of `varlen_attn` leaves that of its log-sum-exp out.)
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_hybrid.ops.attention.pattern import AttentionPattern
+from megatron_hybrid.ops.attention.reference import aligned
+from megatron_hybrid.ops.attention.work import FEW_TOKENS
+from megatron_hybrid.ops.checks import compute_dtype, has_tangent, pad_rows, rows_between
+from megatron_hybrid.ops.dispatch import planning
+from megatron_hybrid.ops.ragged import RaggedLayout
+from megatron_hybrid.ops.to_device import all_to_device
+
+forward_op: Any = getattr(torch.ops.aten, "_flash_attention_forward", None)
+backward_op: Any = getattr(torch.ops.aten, "_flash_attention_backward", None)
+MISSING = None if forward_op and backward_op else "torch has no FlashAttention 2"
+WIDEST = 256
+"""Channels of the widest head."""
+
+
+class Spans(NamedTuple):
+    """Runs of queries of a sequence, each with all keys that one of them sees: the last query sees
+    the last key. Index tensors are int32."""
+
+    cu_queries: Tensor
+    cu_keys: Tensor
+    rows: Tensor
+    """Row of each query."""
+    owners: Tensor
+    """The sequence of each key."""
+    positions: Tensor
+    """The position of each key."""
+    most_queries: int
+    most_keys: int
+
+    @classmethod
+    def of(
+        cls, layout: RaggedLayout, pattern: AttentionPattern, device: torch.device, paged: bool
+    ) -> Spans | None:
+        """The spans of a layout, cached in it; None: there are none.
+
+        Args:
+            paged: whether sequences begin at their start positions, and those with few new tokens
+                are left out.
+        """
+        key = ("spans", pattern.window, pattern.chunk, device, paged)
+        return layout.cached(key, lambda: cls._build(layout, pattern, device, paged))
+
+    @classmethod
+    def _build(
+        cls, layout: RaggedLayout, pattern: AttentionPattern, device: torch.device, paged: bool
+    ) -> Spans | None:
+        spans = []
+        for r, length in enumerate(layout.lengths):
+            if paged and length <= FEW_TOKENS:
+                continue
+            first = layout.start_positions[r] if paged else 0
+            row, size = layout.cu_seqlens[r] - first, pattern.chunk or first + length
+            ends = range(first - first % size + size, first + length, size)
+            for end in (*ends, first + length):
+                spans.append((r, row, first, end, max(0, int(pattern.first_visible(first)))))
+                first = end
+        if not spans:
+            return None
+        queries = [end - first for _, _, first, end, _ in spans]
+        keys = [end - low for *_, end, low in spans]
+        numbers = all_to_device(
+            (
+                np.cumsum([0, *queries]),
+                np.cumsum([0, *keys]),
+                np.concatenate([np.arange(row + at, row + end) for _, row, at, end, _ in spans]),
+                np.repeat([r for r, *_ in spans], keys),
+                np.concatenate([np.arange(low, end) for *_, end, low in spans]),
+            ),
+            device,
+        )
+        return cls(*numbers, max(queries), max(keys))
+
+
+class _Attention(torch.autograd.Function):
+    """`[T, H, D]`, `[S, K, D]` twice, sinks `[H]` or None -> `[T, H, D]`."""
+
+    @staticmethod
+    def forward(ctx, q_THD, k_SKD, v_SKD, sinks_H, spans, pattern):
+        ctx.form = _form(spans, pattern)
+        out_THD, lse_HT, *random, _ = forward_op(
+            q_THD, k_SKD, v_SKD, *ctx.form[0], return_debug_mask=False, **ctx.form[1]
+        )
+        if sinks_H is not None:
+            sinks_H1 = sinks_H.to(lse_HT.dtype).unsqueeze(1)
+            part_THD = torch.sigmoid(lse_HT - sinks_H1).t().unsqueeze(-1)
+            out_THD = (out_THD * part_THD).to(out_THD.dtype)
+            lse_HT = torch.logaddexp(lse_HT, sinks_H1)
+        ctx.save_for_backward(q_THD, k_SKD, v_SKD, sinks_H, out_THD, lse_HT, *random)
+        return out_THD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_THD):
+        q_THD, k_SKD, v_SKD, sinks_H, out_THD, lse_HT, *random = ctx.saved_tensors
+        inputs = (grad_THD.contiguous(), q_THD, k_SKD, v_SKD, out_THD, lse_HT)
+        grads = backward_op(*inputs, *ctx.form[0], *random, **ctx.form[1])
+        grad_H = None
+        if sinks_H is not None:
+            weights_HT = torch.exp(sinks_H.to(lse_HT.dtype).unsqueeze(1) - lse_HT)
+            moved_TH = (grad_THD.to(lse_HT.dtype) * out_THD).sum(-1)
+            grad_H = -(weights_HT * moved_TH.t()).sum(1).to(sinks_H.dtype)
+        return (*grads, grad_H, None, None)
+
+
+def _form(spans: Spans, pattern: AttentionPattern) -> tuple[tuple, dict[str, Any]]:
+    """What both of torch's functions take in addition to tensors."""
+    left = -1 if pattern.window is None else pattern.window - 1
+    lengths = (spans.cu_queries, spans.cu_keys, spans.most_queries, spans.most_keys)
+    window = {"window_size_left": left, "window_size_right": 0}
+    return (*lengths, 0.0, pattern.window is None), {"scale": pattern.scale, **window}
+
+
+def _attend(
+    q_THD: Tensor,
+    k_SKD: Tensor,
+    v_SKP: Tensor,
+    spans: Spans,
+    pattern: AttentionPattern,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    P = v_SKP.shape[-1]
+    v_SKD = F.pad(v_SKP, (0, q_THD.shape[-1] - P)) if q_THD.shape[-1] > P else v_SKP
+    tensors = map(aligned, (q_THD, k_SKD, v_SKD))
+    return _Attention.apply(*tensors, sinks_H, spans, pattern)[..., :P]
+
+
+def run(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKP: Tensor,
+    layout: RaggedLayout,
+    pattern: AttentionPattern,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """See `ops.varlen_attention`."""
+    spans = Spans.of(layout, pattern, q_THD.device, paged=False)
+    qkv = (rows_between(t, 0, layout.num_tokens) for t in (q_THD, k_TKD, v_TKP))
+    return pad_rows(_attend(*qkv, spans, pattern, sinks_H), layout)
+
+
+def run_paged(
+    q_THD: Tensor,
+    k_pages_nBKD: Tensor,
+    v_pages_nBKP: Tensor,
+    block_table_RM: Tensor,
+    layout: RaggedLayout,
+    pattern: AttentionPattern,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """See `ops.paged_attention`: sequences with many new tokens here, the others by our kernel."""
+    from megatron_hybrid.ops.attention import triton
+
+    spans = Spans.of(layout, pattern, q_THD.device, paged=True)
+    inputs = (q_THD, k_pages_nBKD, v_pages_nBKP, block_table_RM, layout, pattern, sinks_H)
+    out_THP = triton.run(*inputs, takes_whole=spans is None)
+    if spans is not None:
+        B = k_pages_nBKD.shape[1]
+        places = block_table_RM[spans.owners, spans.positions // B], spans.positions % B
+        k, v = (pages[places].to(q_THD.dtype) for pages in (k_pages_nBKD, v_pages_nBKP))
+        rows_THP = _attend(q_THD[spans.rows], k, v, spans, pattern, sinks_H)
+        out_THP.index_copy_(0, spans.rows.long(), rows_THP)
+    return out_THP
+
+
+def verify(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKP: Tensor,
+    layout: RaggedLayout,
+    pattern: AttentionPattern,
+    sinks_H: Tensor | None = None,
+) -> str | None:
+    if any(map(has_tangent, (q_THD, k_TKD, v_TKP))):
+        return "it has no derivative in forward mode, and one is wanted"
+    if not q_THD.dtype == k_TKD.dtype == v_TKP.dtype:
+        return f"q, k and v are of {q_THD.dtype}, {k_TKD.dtype} and {v_TKP.dtype}"
+    return _refusal(q_THD, k_TKD, v_TKP, pattern)
+
+
+def verify_paged(
+    q_THD: Tensor,
+    k_pages_nBKD: Tensor,
+    v_pages_nBKP: Tensor,
+    block_table_RM: Tensor,
+    layout: RaggedLayout,
+    pattern: AttentionPattern,
+    sinks_H: Tensor | None = None,
+) -> str | None:
+    from megatron_hybrid.ops.attention import triton
+
+    inputs = (q_THD, k_pages_nBKD, v_pages_nBKP, block_table_RM, layout, pattern)
+    return _refusal(q_THD, k_pages_nBKD, v_pages_nBKP, pattern) or triton.verify(*inputs)
+
+
+def _refusal(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern) -> str | None:
+    """Return why it cannot serve such heads and this pattern."""
+    D, P = q.shape[-1], v.shape[-1]
+    for name in ("softcap", "skips_first", "dropout"):
+        if value := getattr(pattern, name):
+            return f"it has no {name}, which is {value}"
+    if compute_dtype(q) == q.dtype:
+        return f"it takes 16 bits, not {q.dtype}"
+    if D % 8 or D > WIDEST or P > D:
+        return (
+            f"heads are {D} and {P} wide; it takes multiples of 8 up to {WIDEST}, values no wider"
+        )
+    if planning.get() is None:
+        if q.device.type != "cuda":
+            return f"it runs on cuda devices, the inputs are on {q.device.type}"
+        if torch.cuda.get_device_capability(q.device) < (8, 0):
+            return "it needs a GPU of compute capability 8.0"
+    return None

@@ -1,0 +1,120 @@
+"""Attention by torch's FlashAttention 2: by a stand-in with its signature, and its real shapes."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from flash_stand_in import ARGUMENTS, backward, forward
+from paged import Pool, paged_case, paged_expectation
+from recurrences import assert_near, randn, seeded
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_hybrid.ops import AttentionPattern, RaggedLayout, attention, varlen_attention
+from megatron_hybrid.ops.attention import flash, reference
+from megatron_hybrid.ops.dispatch import Planning, planning
+
+PATTERNS = {
+    "all": AttentionPattern(0.3),
+    "window": AttentionPattern(0.3, window=21),
+    "chunk": AttentionPattern(0.3, chunk=20),
+}
+each_pattern = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+with_or_without_sinks = pytest.mark.parametrize("with_sinks", [False, True])
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch):
+    monkeypatch.setattr(flash, "forward_op", forward)
+    monkeypatch.setattr(flash, "backward_op", backward)
+
+
+def leaves(generator, *shapes):
+    return [randn(generator, *shape).requires_grad_() for shape in shapes]
+
+
+@each_pattern
+@with_or_without_sinks
+@pytest.mark.parametrize("lengths", [(1, 47, 20, 1), (64,)], ids=str)
+@pytest.mark.parametrize("P", [8, 5])
+def test_outputs_and_gradients_are_those_of_the_reference(pattern, with_sinks, lengths, P):
+    layout = RaggedLayout(lengths, (0,) * len(lengths), num_padding=3)
+    T, generator = layout.num_rows, seeded(3)
+    tensors = leaves(generator, (T, 4, 8), (T, 2, 8), (T, 2, P), (4,))
+    weights = randn(generator, T, 4, P)
+    results = []
+    for op in (flash.run, reference.varlen_attention):
+        out = op(*tensors[:3], layout, pattern, tensors[3] if with_sinks else None)
+        used = tensors[: 4 if with_sinks else 3]
+        results.append([out, *torch.autograd.grad((out * weights).sum(), used)])
+    for found, expected in zip(*results, strict=True):
+        assert_near(found, expected)
+    assert not results[0][0][layout.num_tokens :].any()
+
+
+@each_pattern
+@with_or_without_sinks
+@pytest.mark.parametrize("by_row", [False, True])
+def test_prefills_read_keys_from_pages_and_leave_short_ones_to_the_kernel(
+    monkeypatch, pattern, with_sinks, by_row
+):
+    def few_alone(*inputs, takes_whole):
+        out, layout = reference.paged_attention(*inputs), inputs[4]
+        for r, length in enumerate(layout.lengths):
+            if length > flash.FEW_TOKENS and not takes_whole:
+                out[layout.cu_seqlens[r] : layout.cu_seqlens[r + 1]] = math.nan
+        return out
+
+    monkeypatch.setattr(attention, "triton", SimpleNamespace(run=few_alone), raising=False)
+    for lengths, starts in (((1, 40, 9, 30, 17), (70, 0, 33, 59, 60)), ((1, 1), (7, 90))):
+        layout, generator = RaggedLayout(lengths, starts), seeded(1)
+        q, keys, values = paged_case(layout, 2, generator, 8)
+        sinks = randn(generator, 4) if with_sinks else None
+        pool = Pool(keys, values, 16, generator, torch.float64, columns=2, by_row=by_row)
+        found = flash.run_paged(q, *pool, layout, pattern, sinks)
+        assert_near(found, paged_expectation(layout, q, keys, values, pattern, sinks))
+
+
+@each_pattern
+@with_or_without_sinks
+def test_torch_takes_these_arguments_and_gives_these_shapes(monkeypatch, pattern, with_sinks):
+    monkeypatch.undo()
+    for op, names in zip((flash.forward_op, flash.backward_op), ARGUMENTS, strict=True):
+        given = [one.name for one in op.default._schema.arguments]
+        assert given[: len(names)] == names
+    layout = RaggedLayout((33, 1, 70), (0, 0, 0), num_padding=2)
+    token = planning.set(Planning("cuda"))
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            half = {"dtype": torch.bfloat16, "requires_grad": True}
+            q, k, v, sinks = (
+                torch.empty(shape, **half)
+                for shape in ((106, 4, 192), (106, 2, 192), (106, 2, 128), (4,))
+            )
+            out = varlen_attention(q, k, v, layout, pattern, sinks if with_sinks else None)
+            assert (out.shape, out.dtype) == ((106, 4, 128), torch.bfloat16)
+            out.sum().backward()
+            for tensor in (q, k, v) + (sinks,) * with_sinks:
+                assert tensor.grad.shape == tensor.shape
+        assert planning.get().served == {("varlen_attention", "flash")}
+    finally:
+        planning.reset(token)
+
+
+def test_it_says_what_it_cannot_serve():
+    layout, half = RaggedLayout((20,), (0,)), {"dtype": torch.bfloat16}
+    q, k = torch.empty(20, 4, 64, **half), torch.empty(20, 2, 64, **half)
+    plain = AttentionPattern(0.1)
+    for fields, word in (
+        ({"softcap": 2.0}, "softcap"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"skips_first": True}, "skips_first"),
+    ):
+        assert word in flash.verify(q, k, k, layout, replace(plain, **fields))
+    assert "16 bits" in flash.verify(q.float(), k.float(), k.float(), layout, plain)
+    assert "float16" in flash.verify(q, k, k.half(), layout, plain)
+    for D in (60, 264):
+        wide = torch.empty(20, 2, D, **half)
+        assert f"{D} and {D} wide" in flash.verify(wide, wide, wide, layout, plain)
+    assert "cuda" in flash.verify(q, k, k, layout, plain)
