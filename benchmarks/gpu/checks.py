@@ -132,7 +132,8 @@ def compared(
     layout: RaggedLayout,
     dtype: torch.dtype,
 ) -> Row:
-    """Compare one backend with its op's reference. That it refuses the inputs is a fault."""
+    """Compare one backend with its op's reference. That it refuses the inputs is a fault where no
+    other backend takes them."""
     torch.manual_seed(0)
     inputs = family.inputs(sizes, layout, bench.device, dtype)
     exact = copied(inputs, torch.float32)
@@ -143,7 +144,10 @@ def compared(
     runs = []
     with float32_products("high" if bound == "tf32" else "highest"):
         if (reason := backend.refusal(*inputs)) is not None:
-            return Row(what, note=backend.name, fault=f"refused: {reason}")
+            reasons = dispatch.OPS[family.op].refusals(*inputs)
+            alone = [name for name, why in reasons.items() if why is None] == [dispatch.REFERENCE]
+            note = f"{backend.name} refused: {reason}"
+            return Row(what, note=note, fault=note if alone else "")
         for _ in range(REPEATS):
             own = copied(inputs)
             for states in state_of(own)[1:]:

@@ -31,10 +31,10 @@ class SavedBytes:
 
     total: int = 0
     layers: list[int] = field(default_factory=list)
-    """Of each layer of the stage: what it keeps first. Of layers that are recomputed together, 0:
-    their input is in `total` alone."""
+    """Bytes that each layer of the stage is the first to keep. For layers that are recomputed
+    together it is 0: their input is in `total` alone."""
     served: list[set[tuple[str, str]]] = field(default_factory=list)
-    """Of each layer, its ops and the backends that serve them."""
+    """Ops of each layer, and the backends that serve them."""
 
 
 def planned_model(config: HybridConfig, num_ranks: int, stage: int) -> HybridModel:

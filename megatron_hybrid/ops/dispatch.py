@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron_hybrid.ops.contracts import Contract, check_of
+from megatron_hybrid.ops.gradients import are_wanted, with_gradient
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,10 @@ class Backend:
     """The one kind of device it serves, such as "cuda"; None: any."""
     plan: Callable[..., Any] | None = None
     """Takes the same on tensors without values, and keeps as many bytes for the backward pass as
-    `run` does; None: it has no backward pass."""
+    `run` does; None: it has no backward pass, or one by `again`."""
+    again: Callable[..., Callable[..., Any] | None] | None = None
+    """Takes the op's inputs, and returns what computes the op with a gradient in the backward pass;
+    None there: the reference. None here: `run` has a gradient, or refuses where one is wanted."""
     remarks: Callable[[], Sequence[str]] = tuple
     """What a user should know of it on this device, such as configs that are left out. Called where
     the backend can serve alone."""
@@ -146,7 +150,8 @@ class Op:
         if (plan := planning.get()) is not None:
             return self._plan(plan, inputs)
         if forced is not None:
-            return self._forced_backend(inputs)(*inputs)
+            backend = self._forced_backend(inputs)
+            return self.reference(*inputs) if backend is None else self._run(backend, inputs)
         for backend in self.backends:
             # Asked first, as all else takes longer than a small op on a CPU.
             if (kind := backend.device_type) is not None and kind != inputs[0].device.type:
@@ -154,14 +159,19 @@ class Op:
             if backend.missing is not None:
                 continue
             if (reason := backend.refusal(*inputs)) is None:
-                return backend.run(*inputs)
+                return self._run(backend, inputs)
             self._tell(backend, reason)
         return self.reference(*inputs)
+
+    def _run(self, backend: Backend, inputs: tuple) -> Any:
+        if backend.again is None or not are_wanted(inputs):
+            return backend.run(*inputs)
+        return with_gradient(backend.run, backend.again(*inputs) or self.reference, inputs)
 
     def _plan(self, plan: Planning, inputs: tuple) -> Any:
         """Run on tensors without values, as what serves such ones on the planned device."""
         for backend in self.backends:
-            if backend.plan is None or backend.missing is not None:
+            if backend.missing is not None:
                 continue
             fits = backend.device_type in (None, plan.device_type) and forced in (
                 None,
@@ -169,7 +179,9 @@ class Op:
             )
             if fits and backend.verify(*inputs) is None:
                 plan.served.add((self.name, backend.name))
-                return backend.plan(*inputs)
+                if backend.plan is not None:
+                    return backend.plan(*inputs)
+                return with_gradient(self.reference, self.reference, inputs)
         plan.served.add((self.name, REFERENCE))
         return self.reference(*inputs)
 
@@ -235,8 +247,8 @@ class Op:
             self._told.add((backend.name, reason))
             logger.info("%s: %s cannot serve: %s", self.name, backend.name, reason)
 
-    def _forced_backend(self, inputs: tuple) -> Callable[..., Any]:
-        """An op without a backend of the forced name is served by its reference."""
+    def _forced_backend(self, inputs: tuple) -> Backend | None:
+        """The backend of the forced name; None: the op has none, and its reference serves."""
         check_forced()
         for backend in self.backends:
             if backend.name == forced:
@@ -245,8 +257,8 @@ class Op:
                         f"{VARIABLE}={forced}, but it cannot serve {self.name}: {reason}. Unset "
                         f"{VARIABLE} to let another backend serve"
                     )
-                return backend.run
-        return self.reference
+                return backend
+        return None
 
 
 def check_forced() -> None:

@@ -17,6 +17,7 @@ out, though an H200 showed none of them wrong.
 from __future__ import annotations
 
 import functools
+import re
 
 import torch
 import triton
@@ -33,6 +34,13 @@ left_out: dict[Autotuner, list[triton.Config]] = {}
 def is_hopper() -> bool:
     """Return whether the current device is of compute capability 9."""
     return torch.cuda.get_device_capability()[0] == 9
+
+
+def compiles_wrongly() -> bool:
+    """Return whether gradients of libraries' kernels are not to be trusted: on Hopper with Triton
+    3.4 to 3.7.0."""
+    major, minor, patch = map(int, re.findall(r"\d+", triton.__version__)[:3])
+    return is_hopper() and (3, 4, 0) <= (major, minor, patch) < (3, 7, 1)
 
 
 def can_race(config: triton.Config, in_registers: bool) -> bool:

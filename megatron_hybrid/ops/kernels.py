@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import os
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megatron_hybrid.ops.checks import has_tangent
 from megatron_hybrid.ops.contracts import BYTES, FLOATS, INTEGERS
-from megatron_hybrid.ops.dispatch import Backend
+from megatron_hybrid.ops.dispatch import Backend, planning
+from megatron_hybrid.ops.gradients import are_wanted
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates
 from megatron_hybrid.ops.to_device import all_to_device
@@ -27,15 +28,21 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def kernel_backend(
-    name: str, module: str, libraries: Mapping[str, str] | None = None, suffix: str = ""
+    name: str,
+    module: str,
+    libraries: Mapping[str, str] | None = None,
+    suffix: str = "",
+    has_gradient: bool = True,
 ) -> Backend:
     """Make the backend of a module with `run` and, where it has more to say than what no kernel
-    takes, `verify` and `REMARKS`. It is imported at the first call.
+    takes, `verify` and `REMARKS`. It is imported at the first call. Gradients are those of what its
+    `again` returns for the inputs, or of the reference.
 
     Args:
         name: of the backend.
         module: its full name.
         suffix: of the names of its functions.
+        has_gradient: whether inputs stay as they are until the backward pass.
         libraries: modules without which the backend is missing, and what has them; Triton is one.
     """
     load = functools.cache(lambda: importlib.import_module(module))
@@ -45,9 +52,15 @@ def kernel_backend(
             return getattr(load(), f"run{suffix}")(*inputs)
 
     def verify(*inputs: Any) -> str | None:
-        if (reason := _refusal(inputs)) is not None:
+        if (reason := _refusal(inputs, has_gradient)) is not None:
             return reason
+        if planning.get() is not None and not torch.cuda.is_available():
+            return None  # modules may ask for a device
         own = getattr(load(), f"verify{suffix}", None)
+        return None if own is None else own(*inputs)
+
+    def again(*inputs: Any) -> Callable[..., Any] | None:
+        own = getattr(load(), "again", None)
         return None if own is None else own(*inputs)
 
     def remarks() -> Sequence[str]:
@@ -57,7 +70,7 @@ def kernel_backend(
     absent = [what for library, what in libraries.items() if not _is_there(library)]
     missing = f"{absent[0]} is not installed" if absent else None
     device_type = None if INTERPRETED else "cuda"
-    return Backend(name, run, verify, missing, device_type, remarks)
+    return Backend(name, run, verify, missing, device_type, again=again, remarks=remarks)
 
 
 def _on_device_of(inputs: tuple) -> AbstractContextManager:
@@ -139,16 +152,23 @@ def aligned_rows(rows: Tensor) -> Tensor:
     return rows if is_aligned else rows.clone(memory_format=torch.contiguous_format)
 
 
-def _refusal(inputs: tuple) -> str | None:
-    """Return why no kernel of 16 and 32 bits can serve these inputs: they have no derivatives, and
-    take vectors of neighbours alone."""
+def _refusal(inputs: tuple, has_gradient: bool) -> str | None:
+    """Return why no kernel of 16 and 32 bits can serve these inputs: they take vectors of
+    neighbours alone, and have gradients of what nobody changes."""
     states = next((each for each in inputs if isinstance(each, SlotStates)), ())
     for tensor in states:
         if tensor is not None and tensor.is_floating_point() and tensor.dtype not in FLOATS:
             return f"it takes no states of {tensor.dtype}"
     tensors = [each for each in inputs if isinstance(each, Tensor)]
     tensors = [each for each in tensors if each.dtype not in INTEGERS | BYTES]
-    return input_refusal(*tensors) or _gradient_refusal(tensors)
+    if (reason := input_refusal(*tensors)) is not None:
+        return reason
+    if any(map(has_tangent, tensors)):
+        return "it has no derivative in forward mode, and one is wanted"
+    changes = not has_gradient or any(isinstance(each, SlotStates) for each in inputs)
+    if changes and are_wanted(inputs):
+        return "it has no gradient of states and pages, and gradients are wanted"
+    return None
 
 
 def input_refusal(*tensors: Tensor | None) -> str | None:
@@ -162,14 +182,6 @@ def input_refusal(*tensors: Tensor | None) -> str | None:
             return "a tensor is negated when it is read"
         if tensor.dim() == 1 and not tensor.is_contiguous():
             return f"a vector has the stride {tensor.stride(0)}; it takes neighbours"
-    return None
-
-
-def _gradient_refusal(tensors: list[Tensor]) -> str | None:
-    if any(map(has_tangent, tensors)):
-        return "it has no derivative in forward mode, and one is wanted"
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return "it has no backward pass, and gradients are wanted"
     return None
 
 

@@ -18,7 +18,14 @@ from benchmarks.gpu.checks import (
     state_of,
 )
 from benchmarks.gpu.ops import FAMILIES, decode_layout, prefill_layout
-from megatron_hybrid.ops import RaggedLayout, SlotStates, dispatch
+from megatron_hybrid.ops import (
+    AttentionPattern,
+    RaggedLayout,
+    SlotStates,
+    dispatch,
+    paged_attention,
+    varlen_attention,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -114,6 +121,57 @@ def test_captures_change_no_bit(family, dtype, size, layout):
         assert backend.refusal(*inputs) is None
         assert torch.equal(backend.run(*inputs), backend.run(*without))
     assert torch.equal(state_of(inputs)[0], state_of(without)[0])
+
+
+def gradients(run, inputs):
+    leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    output = run(*(x.requires_grad_() if any(x is leaf for leaf in leaves) else x for x in inputs))
+    torch.manual_seed(1)
+    weights = torch.randn(output.shape, device=output.device, dtype=output.dtype)
+    return [output.detach(), *torch.autograd.grad(output, leaves, weights)]
+
+
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if f.op != "paged_attention"], ids=lambda f: f.name
+)
+def test_gradients_are_those_of_the_reference(family):
+    op, layout = dispatch.OPS[family.op], RaggedLayout((300, 1, 77), (0, 0, 0), (), 2)
+    given = case(family, "published", layout)
+    inputs = [None if isinstance(each, SlotStates) else each for each in given]
+    assert op.refusals(*inputs)[usable(family)[0].name] is None
+    for found, expected in zip(*(gradients(run, inputs) for run in (op, op.reference))):
+        assert_near(found, expected)
+
+
+@pytest.mark.parametrize("local", [{}, {"window": 100}, {"chunk": 128}], ids=str)
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize(("D", "P"), [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)])
+def test_flash_attention_trains_with_the_bits_of_a_prefill(local, with_sinks, D, P):
+    lengths, B = (300, 17, 1000, 64), 64
+    layout, pattern = RaggedLayout(lengths, (0,) * 4), AttentionPattern(D**-0.5, **local)
+    torch.manual_seed(0)
+    q, k, v, sinks = (
+        torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+        for shape in ((sum(lengths), 8, D), (sum(lengths), 2, D), (sum(lengths), 2, P), (8,))
+    )
+    inputs = [q, k, v, layout, pattern, *[sinks] * with_sinks]
+    assert varlen_attention.refusals(*inputs)["flash"] is None
+    ops = (varlen_attention, varlen_attention, varlen_attention.reference)
+    found, again, expected = (gradients(run, inputs) for run in ops)
+    assert torch.equal(found[0], again[0])
+    for one, other in zip(found, expected):
+        assert_near(one, other)
+    blocks = [-(-length // B) for length in lengths]
+    pages = [x.new_zeros(sum(blocks), B, *x.shape[1:]) for x in (k, v)]
+    table = torch.zeros(4, max(blocks), dtype=torch.int32, device=DEVICE)
+    for r, (number, length) in enumerate(zip(blocks, lengths)):
+        first, row = sum(blocks[:r]), layout.cu_seqlens[r]
+        table[r, :number] = torch.arange(first, first + number)
+        for memory, rows in zip(pages, (k, v)):
+            memory[first : first + number].flatten(0, 1)[:length] = rows[row : row + length]
+    with torch.no_grad():
+        prefill = paged_attention(q, *pages, table, layout, pattern, *[sinks] * with_sinks)
+    assert torch.equal(prefill, found[0])
 
 
 @each

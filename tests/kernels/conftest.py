@@ -1,10 +1,13 @@
 """Triton's kernels on a CPU, by its interpreter. It is chosen before Triton is imported."""
 
 import contextlib
+import importlib
 import os
+import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import pytest
 import torch
 import triton.runtime.autotuner
 import triton.runtime.interpreter
@@ -42,3 +45,18 @@ _one_config()
 _unseen_interpreter()
 _no_cuda_device()
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def loops_over_tensors(monkeypatch):
+    """fla-core's kernels ask numbers of loops for a dtype, which the interpreter's have not."""
+
+    def numbers(*bounds):
+        plain = [int(one.handle.data.item()) if hasattr(one, "handle") else one for one in bounds]
+        return map(triton.runtime.interpreter._implicit_cvt, range(*plain))
+
+    for name in ("gated_delta_rule", "kda"):
+        importlib.import_module(f"fla.ops.{name}")
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fla.ops"):
+            monkeypatch.setattr(module, "range", numbers, raising=False)

@@ -27,9 +27,13 @@ paged_attention = Op(
     },
 )
 paged_attention.register(
-    kernel_backend("flash", "megatron_hybrid.ops.attention.flash", suffix="_paged")
+    kernel_backend(
+        "flash", "megatron_hybrid.ops.attention.flash", suffix="_paged", has_gradient=False
+    )
 )
-paged_attention.register(kernel_backend("triton", "megatron_hybrid.ops.attention.triton"))
+paged_attention.register(
+    kernel_backend("triton", "megatron_hybrid.ops.attention.triton", has_gradient=False)
+)
 varlen_attention = Op(
     "varlen_attention",
     reference.varlen_attention,

@@ -7,29 +7,35 @@ recurrence goes over the chunks of a sequence, from the state in the pool to the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from fla.ops.common.chunk_o import chunk_fwd_o
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
+from fla.ops.kda import chunk_kda
 from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
 from fla.ops.utils import chunk_local_cumsum
 from fla.ops.utils.constant import RCP_LN2
-from fla.utils import TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
 from torch import Tensor
 
 from megatron_hybrid.ops.anchored_chunks import AnchoredChunks
+from megatron_hybrid.ops.checks import pad_rows, rows_between
 from megatron_hybrid.ops.delta_rule.triton import MAX_KEY_BYTES, capture, recur, step, unit_rows
-from megatron_hybrid.ops.hopper import is_hopper
+from megatron_hybrid.ops.hopper import compiles_wrongly
 from megatron_hybrid.ops.kernels import aligned_rows, tf32_refusal
 from megatron_hybrid.ops.launch import checked
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates, capture_steps, step_rows
+from megatron_hybrid.ops.to_device import to_device
 
 REMARKS = []
 """See `kernel_backend`."""
-if is_hopper() and TRITON_ABOVE_3_4_0 and not TRITON_ABOVE_3_7_1:
+if compiles_wrongly():
     REMARKS.append(
-        "forward passes alone: fla-core refuses its gated backward on Hopper with Triton 3.4 to "
-        "3.7.0, which compile it wrongly"
+        "gradients by plain torch: Triton 3.4 to 3.7.0 compile those of fla-core wrongly for Hopper"
     )
 
 _cumsum = checked(chunk_local_cumsum)
@@ -94,6 +100,34 @@ def run(
         o_THP[steps:tokens] = _scan(*rest, states, layout, chunk_size)
         o_THP[tokens:] = 0
     return o_THP
+
+
+def again(*inputs: Any) -> Callable[..., Tensor] | None:
+    """What has fla-core's gradient; None where that is compiled wrongly."""
+    return None if compiles_wrongly() else _differentiable
+
+
+def _differentiable(
+    q_THN: Tensor,
+    k_THN: Tensor,
+    v_THP: Tensor,
+    g_TH: Tensor,
+    beta_TH: Tensor,
+    states: None,
+    layout: RaggedLayout,
+    chunk_size: int,
+) -> Tensor:
+    """The op by fla-core alone, whose chunks begin with each sequence."""
+    tensors = (q_THN, k_THN, v_THP, g_TH, beta_TH)
+    inputs = [rows_between(t, 0, layout.num_tokens)[None] for t in tensors]
+    bounds, device = layout.cu_seqlens, v_THP.device
+    sequences = {
+        "cu_seqlens": layout.cached(("bounds", device), lambda: to_device(bounds, device)),
+        "cu_seqlens_cpu": layout.cached(("bounds", "cpu"), lambda: torch.tensor(bounds)),
+    }
+    op = chunk_gated_delta_rule if g_TH.dim() == 2 else chunk_kda
+    o_1THP, _ = op(*inputs, use_qk_l2norm_in_kernel=True, **sequences)
+    return pad_rows(o_1THP[0].to(v_THP.dtype), layout)
 
 
 def _scan(

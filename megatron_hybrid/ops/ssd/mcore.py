@@ -8,6 +8,9 @@ and final states have the same bits with captures and without. (Steps are not co
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from megatron.core.ssm.ops.ssd_bmm import _bmm_chunk_fwd, _bmm_chunk_fwd_kernel
 from megatron.core.ssm.ops.ssd_chunk_scan import _chunk_scan_fwd, _chunk_scan_fwd_kernel
@@ -21,12 +24,18 @@ from megatron.core.ssm.ops.ssd_state_passing import _state_passing_fwd, _state_p
 from torch import Tensor
 
 from megatron_hybrid.ops.anchored_chunks import AnchoredChunks
-from megatron_hybrid.ops.hopper import leave_racing_configs_out
+from megatron_hybrid.ops.checks import pad_rows, rows_between
+from megatron_hybrid.ops.hopper import compiles_wrongly, leave_racing_configs_out
 from megatron_hybrid.ops.kernels import aligned_rows, leave_unspecialized, tf32_refusal
 from megatron_hybrid.ops.launch import checked
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates, capture_steps, step_rows
 from megatron_hybrid.ops.ssd.triton import capture, step
+
+try:
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+except ImportError:
+    mamba_chunk_scan_combined = None
 
 REMARKS = [
     remark
@@ -101,6 +110,32 @@ def run(
         _scan(rest, A_H, D_H, states, layout, chunk_size, y_THP[steps:tokens])
         y_THP[tokens:] = 0
     return y_THP
+
+
+def again(*inputs: Any) -> Callable[..., Tensor] | None:
+    """What has mamba-ssm's gradient; None where it is missing, or compiled wrongly."""
+    return None if mamba_chunk_scan_combined is None or compiles_wrongly() else _differentiable
+
+
+def _differentiable(
+    x_THP: Tensor,
+    dt_TH: Tensor,
+    A_H: Tensor,
+    B_TGN: Tensor,
+    C_TGN: Tensor,
+    D_H: Tensor,
+    states: None,
+    layout: RaggedLayout,
+    chunk_size: int,
+) -> Tensor:
+    """The op by mamba-ssm alone."""
+    x, dt, B, C = (
+        rows_between(t, 0, layout.num_tokens)[None] for t in (x_THP, dt_TH, B_TGN, C_TGN)
+    )
+    owners_1T = layout.sequence_ids(x.device).int()[None]
+    form = {"D": D_H.float(), "seq_idx": owners_1T}
+    y_1THP = mamba_chunk_scan_combined(x, dt, A_H.float(), B, C, chunk_size, **form)
+    return pad_rows(y_1THP[0], layout)
 
 
 def _scan(

@@ -1,0 +1,67 @@
+"""Gradients of kernels without a backward pass: another function computes the op again for them.
+
+So the forward pass of training is that of inference, to the bit, and of an op its inputs alone are
+kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def are_wanted(inputs: tuple) -> bool:
+    """Whether autograd is to record a function of these inputs."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(isinstance(one, Tensor) and one.requires_grad for one in inputs)
+
+
+def with_gradient(run: Callable[..., Any], again: Callable[..., Any], inputs: tuple) -> Any:
+    """`run(*inputs)`, a tensor or a tuple of tensors and None, with the gradient of `again`.
+
+    Args:
+        run: computes without autograd.
+        again: computes the same with it, in the backward pass.
+    """
+    places = [place for place, one in enumerate(inputs) if isinstance(one, Tensor)]
+    others = [None if isinstance(one, Tensor) else one for one in inputs]
+
+    def filled(function: Callable[..., Any], tensors: tuple[Tensor, ...]) -> Any:
+        own = list(others)
+        for place, tensor in zip(places, tensors, strict=True):
+            own[place] = tensor
+        return function(*own)
+
+    tensors = [inputs[place] for place in places]
+    return _Again.apply(lambda *own: filled(run, own), lambda *own: filled(again, own), *tensors)
+
+
+class _Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, run, again, *tensors):
+        ctx.again = again
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return run(*tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        needed = ctx.needs_input_grad[2:]
+        tensors = [
+            tensor.detach().requires_grad_(need)
+            for tensor, need in zip(ctx.saved_tensors, needed, strict=True)
+        ]
+        with torch.enable_grad():
+            outputs = ctx.again(*tensors)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        wanted = [tensor for tensor, need in zip(tensors, needed) if need]
+        known = [pair for pair in zip(outputs, gradients, strict=True) if pair[1] is not None]
+        outputs, gradients = zip(*known)
+        found = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
+        return (None, None, *(next(found) if need else None for need in needed))
