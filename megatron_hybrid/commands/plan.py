@@ -1,9 +1,6 @@
 """`megatron-hybrid plan`."""
 
-from __future__ import annotations
-
 import argparse
-from typing import TYPE_CHECKING
 
 from megatron_hybrid.commands.arguments import (
     ENGINE,
@@ -15,9 +12,6 @@ from megatron_hybrid.commands.arguments import (
     planned_config,
     positive,
 )
-
-if TYPE_CHECKING:
-    from megatron_hybrid.tools.roofline import Device
 
 HELP = "Compute what a model needs on a device: KV, states, largest batch, best speed; or a run."
 
@@ -122,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
     return 0 if result.settings else 1
 
 
-def _plan_run(options: argparse.Namespace, memory_bytes: int, device: Device | None) -> int:
+def _plan_run(options: argparse.Namespace, memory_bytes: int, device) -> int:
     import json
     from dataclasses import asdict
 

@@ -123,7 +123,7 @@ def _noted(layer: nn.Module, kind: Any, twins: dict, found: SavedBytes, plan: Pl
 def _planned(model: HybridModel, device_type: str) -> Iterator[Planning]:
     """Context in which a model on torch's device meta runs as on another one, without values.
     Tensors have a fake device: on a real one torch would ask for its driver."""
-    known: dict[Tensor, Tensor] = {}
+    known: dict[Tensor | None, Tensor] = {}
     plan = Planning(device_type)
     token = planning.set(plan)
     try:
@@ -136,19 +136,14 @@ def _planned(model: HybridModel, device_type: str) -> Iterator[Planning]:
             for module in model.modules():
                 for tensors in (module._parameters, module._buffers):
                     for name, tensor in tensors.items():
-                        if tensor is not None:
-                            known.setdefault(tensor, _without_values(tensor))
-                            tensors[name] = known[tensor]
+                        if tensor is not None and tensor not in known:
+                            known[tensor] = torch.empty_like(tensor, device="cpu")
+                            if isinstance(tensor, nn.Parameter):
+                                known[tensor] = nn.Parameter(known[tensor], tensor.requires_grad)
+                            known[tensor].__dict__.update(tensor.__dict__)
+                        tensors[name] = known.get(tensor)
             yield plan
     finally:
         planning.reset(token)
         for known_to_all in (RaggedLayout.uniform, rotary.tables):
             known_to_all.cache_clear()
-
-
-def _without_values(tensor: Tensor) -> Tensor:
-    result = torch.empty_like(tensor, device="cpu")
-    if isinstance(tensor, nn.Parameter):
-        result = nn.Parameter(result, tensor.requires_grad)
-    result.__dict__.update(tensor.__dict__)
-    return result

@@ -61,12 +61,9 @@ class Backend:
     """Why it is unusable in this process, such as a library that is not installed."""
     device_type: str | None = None
     """The one kind of device it serves, such as "cuda"; None: any."""
-    plan: Callable[..., Any] | None = None
-    """Takes the same on tensors without values, and keeps as many bytes for the backward pass as
-    `run` does; None: it has no backward pass, or one by `again`."""
     again: Callable[..., Callable[..., Any] | None] | None = None
     """Takes the op's inputs, and returns what computes the op with a gradient in the backward pass;
-    None there: the reference. None here: `run` has a gradient, or refuses where one is wanted."""
+    None there: the reference. None here: `run` has a gradient, and takes tensors without values."""
     remarks: Callable[[], Sequence[str]] = tuple
     """What a user should know of it on this device, such as configs that are left out. Called where
     the backend can serve alone."""
@@ -171,17 +168,13 @@ class Op:
     def _plan(self, plan: Planning, inputs: tuple) -> Any:
         """Run on tensors without values, as what serves such ones on the planned device."""
         for backend in self.backends:
-            if backend.missing is not None:
+            is_meant = backend.device_type in (None, plan.device_type) and backend.missing is None
+            if not is_meant or forced not in (None, backend.name) or backend.verify(*inputs):
                 continue
-            fits = backend.device_type in (None, plan.device_type) and forced in (
-                None,
-                backend.name,
-            )
-            if fits and backend.verify(*inputs) is None:
-                plan.served.add((self.name, backend.name))
-                if backend.plan is not None:
-                    return backend.plan(*inputs)
-                return with_gradient(self.reference, self.reference, inputs)
+            plan.served.add((self.name, backend.name))
+            if backend.again is None:
+                return backend.run(*inputs)
+            return with_gradient(self.reference, self.reference, inputs)
         plan.served.add((self.name, REFERENCE))
         return self.reference(*inputs)
 

@@ -22,12 +22,8 @@ def are_wanted(inputs: tuple) -> bool:
 
 
 def with_gradient(run: Callable[..., Any], again: Callable[..., Any], inputs: tuple) -> Any:
-    """`run(*inputs)`, a tensor or a tuple of tensors and None, with the gradient of `again`.
-
-    Args:
-        run: computes without autograd.
-        again: computes the same with it, in the backward pass.
-    """
+    """`run(*inputs)`, a tensor or a tuple of tensors and None, with the gradient of `again`, which
+    computes the same in the backward pass."""
     places = [place for place, one in enumerate(inputs) if isinstance(one, Tensor)]
     others = [None if isinstance(one, Tensor) else one for one in inputs]
 

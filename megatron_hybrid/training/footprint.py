@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.flops import recomputed_flops, training_flops
@@ -45,14 +44,12 @@ class KindFootprint:
 class Footprint:
     """The memory of the pipeline stage that needs most, of one rank, in bytes."""
 
-    num_ranks: int
-    stage: int
     tokens: int
     """Tokens of a micro-batch."""
     in_flight: int
     """Micro-batches between their forward and backward pass."""
     weights: int
-    """The model, and the reference of a loss that has one."""
+    """The model, the reference of a loss that has one, and the cache of rollouts."""
     gradients: int
     optimizer: int
     """The optimizer's states and fp32 copies of the weights."""
@@ -92,16 +89,11 @@ class Footprint:
             ("a backward pass", size(self.working), ""),
             ("all", size(self.total), f"of {size(memory_bytes)}"),
         ]
-        kinds = [
-            (
-                each.kind,
-                str(each.layers),
-                size(round(each.saved)),
-                size(round(each.kept)),
-                ", ".join(each.backends) or "plain torch",
-            )
-            for each in self.kinds
-        ]
+        kinds = []
+        for each in self.kinds:
+            sizes = size(round(each.saved)), size(round(each.kept))
+            by = ", ".join(each.backends) or "plain torch"
+            kinds.append((each.kind, str(each.layers), *sizes, by))
         heads = ("layers", "number", "a token keeps", "with recomputation", "by")
         return "\n".join([*table(("", "bytes", ""), rows), "", *table(heads, kinds)])
 
@@ -125,7 +117,7 @@ def footprint(recipe: Recipe, config: HybridConfig, num_ranks: int, device_type:
 
 def check_fits(
     recipe: Recipe, config: HybridConfig, num_ranks: int, device_type: str, memory_bytes: int
-) -> Footprint:
+) -> None:
     """Compute `footprint`, and raise ValueError with its table where a device has less memory."""
     found = footprint(recipe, config, num_ranks, device_type)
     if found.total > memory_bytes:
@@ -135,7 +127,6 @@ def check_fits(
             "optimizer.distributed, a split model, model.recompute_granularity, or a smaller "
             "data.sequence_length or run.micro_batch_size."
         )
-    return found
 
 
 def _of_stage(
@@ -143,27 +134,31 @@ def _of_stage(
 ) -> Footprint:
     run, length = recipe.run, recipe.data.sequence_length
     rows, tokens = run.micro_batch_size, run.micro_batch_size * length
-    kept, model = _saved(recipe, config, num_ranks, stage, device_type)
-    saved = kept
-    if config.recompute_granularity is not None:
-        plain = copy.copy(config)
-        plain.recompute_granularity = None
-        saved, _ = _saved(recipe, plain, num_ranks, stage, device_type)
+    plain, counts = copy.copy(config), []
+    plain.recompute_granularity = None
+    for own in (plain, config):
+        model = planned_model(own, num_ranks, stage)
+        if recipe.lora is not None:
+            with torch.device("meta"):
+                add_adapters(model, recipe.lora)
+        counts.append(count_saved_bytes(model, rows, length, device_type))
+    saved, kept = counts
     groups, stages = model.pg_collection, config.pipeline_model_parallel_size
     micro_batches = run.global_batch_size // (rows * groups.dp.size()) or 1
     in_flight = min(micro_batches, stages - stage)
     weights = sum(one.nbytes for one in model.parameters())
-    if recipe.dpo is not None and recipe.lora is None:
+    compares = recipe.dpo is not None or (recipe.grpo is not None and recipe.grpo.beta > 0)
+    if compares and recipe.lora is None:
         weights *= 2
+    if recipe.grpo is not None:
+        weights += recipe.grpo.cache_bytes
     per_token, per_pair = training_flops(model)
     return Footprint(
-        num_ranks,
-        stage,
         tokens,
         in_flight,
         weights,
         gradients=sum(4 * one.numel() for one in model.parameters() if one.requires_grad),
-        optimizer=optimizer_bytes(model, recipe),
+        optimizer=_optimizer_bytes(model, recipe),
         activations=kept.total * in_flight,
         freed=(saved.total - kept.total) * in_flight,
         working=_working(model, config, kept, saved, tokens),
@@ -174,19 +169,7 @@ def _of_stage(
     )
 
 
-def _saved(
-    recipe: Recipe, config: HybridConfig, num_ranks: int, stage: int, device_type: str
-) -> tuple[SavedBytes, HybridModel]:
-    model = planned_model(config, num_ranks, stage)
-    if recipe.lora is not None:
-        with torch.device("meta"):
-            add_adapters(model, recipe.lora)
-    rows, length = recipe.run.micro_batch_size, recipe.data.sequence_length
-    return count_saved_bytes(model, rows, length, device_type), model
-
-
-def optimizer_bytes(model: nn.Module, recipe: Recipe) -> int:
-    """Bytes of the optimizer of a rank's part of the model."""
+def _optimizer_bytes(model: HybridModel, recipe: Recipe) -> int:
     fields, groups, total = recipe.optimizer, model.pg_collection, 0.0
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

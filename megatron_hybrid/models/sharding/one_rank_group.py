@@ -83,13 +83,8 @@ class OneRankGroup(dist.ProcessGroup):
 
 
 class PlannedGroup(OneRankGroup):
-    """A group whose other ranks are not there: all calls return at once, and leave outputs as they
-    are. Tensors without values take it for one of `size` ranks.
-
-    Args:
-        rank: of this process.
-        size: number of ranks.
-    """
+    """The group of `rank` and others that are not there, for tensors without values: all calls
+    return at once, and leave outputs as they are."""
 
     def __init__(self, rank: int, size: int) -> None:
         dist.ProcessGroup.__init__(self, rank, size)

@@ -40,6 +40,4 @@ varlen_attention = Op(
     {"q_THD": "T H D", "k_TKD": "T K D", "v_TKP": "T K any", "sinks_H": "H or None"},
     _GROUPS,
 )
-varlen_attention.register(
-    Backend("flash", flash.run, flash.verify, flash.MISSING, "cuda", plan=flash.run)
-)
+varlen_attention.register(Backend("flash", flash.run, flash.verify, flash.MISSING, "cuda"))

@@ -27,8 +27,6 @@ from megatron_hybrid.ops.to_device import all_to_device
 forward_op: Any = getattr(torch.ops.aten, "_flash_attention_forward", None)
 backward_op: Any = getattr(torch.ops.aten, "_flash_attention_backward", None)
 MISSING = None if forward_op and backward_op else "torch has no FlashAttention 2"
-WIDEST = 256
-"""Channels of the widest head."""
 
 
 class Spans(NamedTuple):
@@ -187,7 +185,7 @@ def verify(
     v_TKP: Tensor,
     layout: RaggedLayout,
     pattern: AttentionPattern,
-    sinks_H: Tensor | None = None,
+    *_: Any,
 ) -> str | None:
     if any(map(has_tangent, (q_THD, k_TKD, v_TKP))):
         return "it has no derivative in forward mode, and one is wanted"
@@ -196,18 +194,10 @@ def verify(
     return _refusal(q_THD, k_TKD, v_TKP, pattern)
 
 
-def verify_paged(
-    q_THD: Tensor,
-    k_pages_nBKD: Tensor,
-    v_pages_nBKP: Tensor,
-    block_table_RM: Tensor,
-    layout: RaggedLayout,
-    pattern: AttentionPattern,
-    sinks_H: Tensor | None = None,
-) -> str | None:
+def verify_paged(*inputs: Any) -> str | None:
     from megatron_hybrid.ops.attention import triton
 
-    inputs = (q_THD, k_pages_nBKD, v_pages_nBKP, block_table_RM, layout, pattern)
+    q_THD, k_pages_nBKD, v_pages_nBKP, _, _, pattern, *_ = inputs
     return _refusal(q_THD, k_pages_nBKD, v_pages_nBKP, pattern) or triton.verify(*inputs)
 
 
@@ -219,10 +209,8 @@ def _refusal(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern) -> str 
             return f"it has no {name}, which is {value}"
     if compute_dtype(q) == q.dtype:
         return f"it takes 16 bits, not {q.dtype}"
-    if D % 8 or D > WIDEST or P > D:
-        return (
-            f"heads are {D} and {P} wide; it takes multiples of 8 up to {WIDEST}, values no wider"
-        )
+    if D % 8 or D > 256 or P > D:
+        return f"heads are {D} and {P} wide; it takes multiples of 8 up to 256, and P up to D"
     if planning.get() is None:
         if q.device.type != "cuda":
             return f"it runs on cuda devices, the inputs are on {q.device.type}"

@@ -107,27 +107,18 @@ def again(*inputs: Any) -> Callable[..., Tensor] | None:
     return None if compiles_wrongly() else _differentiable
 
 
-def _differentiable(
-    q_THN: Tensor,
-    k_THN: Tensor,
-    v_THP: Tensor,
-    g_TH: Tensor,
-    beta_TH: Tensor,
-    states: None,
-    layout: RaggedLayout,
-    chunk_size: int,
-) -> Tensor:
+def _differentiable(*given: Any) -> Tensor:
     """The op by fla-core alone, whose chunks begin with each sequence."""
-    tensors = (q_THN, k_THN, v_THP, g_TH, beta_TH)
+    *tensors, _, layout, _ = given
     inputs = [rows_between(t, 0, layout.num_tokens)[None] for t in tensors]
-    bounds, device = layout.cu_seqlens, v_THP.device
+    bounds, device = layout.cu_seqlens, inputs[0].device
     sequences = {
         "cu_seqlens": layout.cached(("bounds", device), lambda: to_device(bounds, device)),
         "cu_seqlens_cpu": layout.cached(("bounds", "cpu"), lambda: torch.tensor(bounds)),
     }
-    op = chunk_gated_delta_rule if g_TH.dim() == 2 else chunk_kda
+    op = chunk_gated_delta_rule if inputs[3].dim() == 3 else chunk_kda
     o_1THP, _ = op(*inputs, use_qk_l2norm_in_kernel=True, **sequences)
-    return pad_rows(o_1THP[0].to(v_THP.dtype), layout)
+    return pad_rows(o_1THP[0], layout)
 
 
 def _scan(

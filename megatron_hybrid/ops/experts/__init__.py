@@ -30,7 +30,6 @@ expert_mlps.register(
         grouped_mm.run,
         grouped_mm.verify,
         missing=grouped_mm.MISSING,
-        plan=grouped_mm.run,
         # A CPU has no kernel of it: on long prompts the reference is faster there.
         device_type=None if dispatch.forced == "grouped_mm" else "cuda",
     )

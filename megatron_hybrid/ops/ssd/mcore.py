@@ -117,21 +117,10 @@ def again(*inputs: Any) -> Callable[..., Tensor] | None:
     return None if mamba_chunk_scan_combined is None or compiles_wrongly() else _differentiable
 
 
-def _differentiable(
-    x_THP: Tensor,
-    dt_TH: Tensor,
-    A_H: Tensor,
-    B_TGN: Tensor,
-    C_TGN: Tensor,
-    D_H: Tensor,
-    states: None,
-    layout: RaggedLayout,
-    chunk_size: int,
-) -> Tensor:
+def _differentiable(*given: Any) -> Tensor:
     """The op by mamba-ssm alone."""
-    x, dt, B, C = (
-        rows_between(t, 0, layout.num_tokens)[None] for t in (x_THP, dt_TH, B_TGN, C_TGN)
-    )
+    x, dt, A_H, B, C, D_H, _, layout, chunk_size = given
+    x, dt, B, C = (rows_between(t, 0, layout.num_tokens)[None] for t in (x, dt, B, C))
     owners_1T = layout.sequence_ids(x.device).int()[None]
     form = {"D": D_H.float(), "seq_idx": owners_1T}
     y_1THP = mamba_chunk_scan_combined(x, dt, A_H.float(), B, C, chunk_size, **form)
