@@ -57,8 +57,9 @@ class Footprint:
     freed: int
     """What recomputation leaves out of `activations`."""
     working: int
-    """What a backward pass adds: the largest part that is recomputed, and as much again for its
-    gradients; or the logits of the loss, in fp32, thrice."""
+    """What a backward pass adds: the largest part that is recomputed, as if its ops had the
+    gradients of plain torch, and as much again for gradients; or the fp32 logits of the loss,
+    thrice."""
     kinds: tuple[KindFootprint, ...]
     flops: float
     """Operations of a micro-batch: forward, backward, and what is recomputed."""
@@ -136,13 +137,13 @@ def _of_stage(
     rows, tokens = run.micro_batch_size, run.micro_batch_size * length
     plain, counts = copy.copy(config), []
     plain.recompute_granularity = None
-    for own in (plain, config):
+    for own, kind in ((plain, "cpu"), (plain, device_type), (config, device_type)):
         model = planned_model(own, num_ranks, stage)
         if recipe.lora is not None:
             with torch.device("meta"):
                 add_adapters(model, recipe.lora)
-        counts.append(count_saved_bytes(model, rows, length, device_type))
-    saved, kept = counts
+        counts.append(count_saved_bytes(model, rows, length, kind))
+    by_torch, saved, kept = counts
     groups, stages = model.pg_collection, config.pipeline_model_parallel_size
     micro_batches = run.global_batch_size // (rows * groups.dp.size()) or 1
     in_flight = min(micro_batches, stages - stage)
@@ -161,7 +162,7 @@ def _of_stage(
         optimizer=_optimizer_bytes(model, recipe),
         activations=kept.total * in_flight,
         freed=(saved.total - kept.total) * in_flight,
-        working=_working(model, config, kept, saved, tokens),
+        working=_working(model, kept, saved, by_torch, tokens),
         kinds=tuple(_kinds(model, kept, saved, tokens)),
         flops=tokens * (per_token + recomputed_flops(model) + per_pair * length / 2),
         passes=micro_batches + stages - 1,
@@ -185,14 +186,18 @@ def _optimizer_bytes(model: HybridModel, recipe: Recipe) -> int:
 
 
 def _working(
-    model: HybridModel, config: HybridConfig, kept: SavedBytes, saved: SavedBytes, tokens: int
+    model: HybridModel, kept: SavedBytes, saved: SavedBytes, by_torch: SavedBytes, tokens: int
 ) -> int:
+    largest, first = 0, 0
     sizes = model.decoder.recomputed_layers
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    together = [sum(saved.layers[at : at + count]) for at, count in zip(starts, sizes)]
-    apart = [before - after for before, after in zip(saved.layers, kept.layers)]
-    largest = max([0, *together, *apart])
-    width = -(-config.vocab_size // model.pg_collection.tp.size())
+    for count in [*sizes, *[1] * (len(kept.layers) - sum(sizes))]:
+        of_ops, again, held = (
+            each.layers[first : first + count] for each in (by_torch, saved, kept)
+        )
+        of_one = max(op - layer for op, layer in zip(of_ops, again, strict=True))
+        largest = max(largest, sum(again) - sum(held) + of_one)
+        first += count
+    width = -(-model.vocab_size // model.pg_collection.tp.size())
     logits = 3 * min(LOSS_BYTES, 4 * tokens * width) if model.post_process else 0
     return max(2 * largest, logits)
 
