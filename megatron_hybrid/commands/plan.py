@@ -52,11 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "by layer kind, and a bound of its speed.",
     )
     parser.add_argument(
-        "--num-gpus",
-        type=int,
-        default=8,
-        metavar="N",
-        help="With --train: the run has this many GPUs.",
+        "--num-gpus", type=int, default=8, metavar="N", help="The run of --train has so many GPUs."
     )
     parser.add_argument(
         "--context",

@@ -55,10 +55,9 @@ def planned_model(config: HybridConfig, num_ranks: int, stage: int) -> HybridMod
     ranks = num_ranks // stages
     sizes = {"tp": tp, "dp": ranks // tp, "ep": parts, "expt_tp": expert_tp}
     sizes |= {"tp_ep": parts * expert_tp, "expt_dp": ranks // (parts * expert_tp)}
-    names = [one.name for one in fields(ProcessGroupCollection)]
-    groups = {name: PlannedGroup(0, sizes.get(name, 1)) for name in names if "hcp" not in name}
-    groups |= {"pp": PlannedGroup(stage, stages)}
-    groups.pop("hybrid_cp", None)
+    names = {one.name for one in fields(ProcessGroupCollection)} - {"hcp", "hybrid_cp"}
+    groups = {name: PlannedGroup(0, sizes.get(name, 1)) for name in names}
+    groups["pp"] = PlannedGroup(stage, stages)
     config = copy.copy(config)
     config.perform_initialization, config.use_cpu_initialization = False, True
     with torch_distributed(), torch.device("meta"):
@@ -109,9 +108,11 @@ def _noted(layer: nn.Module, kind: Any, twins: dict, found: SavedBytes, plan: Pl
             found.total += twins[kind][0]
             hidden_Th = hidden_Th.clone()
         else:
-            before, plan.served = found.total, set()
+            before, served = found.total, plan.served
+            plan.served = set()
             hidden_Th = run(hidden_Th, *inputs)
             twins[kind] = found.total - before, plan.served
+            plan.served = served
         found.layers.append(twins[kind][0])
         found.served.append(twins[kind][1])
         return hidden_Th

@@ -137,13 +137,15 @@ def _of_stage(
     rows, tokens = run.micro_batch_size, run.micro_batch_size * length
     plain, counts = copy.copy(config), []
     plain.recompute_granularity = None
-    for own, kind in ((plain, "cpu"), (plain, device_type), (config, device_type)):
+    wanted = [(plain, "cpu"), (plain, device_type)]
+    wanted += [(config, device_type)] * (config.recompute_granularity is not None)
+    for own, kind in wanted:
         model = planned_model(own, num_ranks, stage)
         if recipe.lora is not None:
             with torch.device("meta"):
                 add_adapters(model, recipe.lora)
         counts.append(count_saved_bytes(model, rows, length, kind))
-    by_torch, saved, kept = counts
+    by_torch, saved, kept = counts[0], counts[1], counts[-1]
     groups, stages = model.pg_collection, config.pipeline_model_parallel_size
     micro_batches = run.global_batch_size // (rows * groups.dp.size()) or 1
     in_flight = min(micro_batches, stages - stage)
