@@ -39,7 +39,11 @@ def backends() -> dict[str, str]:
 def _summary(op: dispatch.Op) -> str:
     reasons = op.refusals()
     serving = [name for name, reason in reasons.items() if reason is None]
-    told = [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None]
+    refusing: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        if reason is not None:
+            refusing.setdefault(reason, []).append(name)
+    told = [f"{', '.join(names)}: {reason}" for reason, names in refusing.items()]
     for backend in op.backends:
         if backend.name in serving:
             told += [f"{backend.name}: {remark}" for remark in backend.remarks()]
