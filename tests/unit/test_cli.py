@@ -519,7 +519,7 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     assert (result.returncode, result.stderr) == (141, "")
 
 
-SET_FIELDS = {"generate": 7, "chat": 7, "explain": 7, "serve": 39, "profile": 1, "plan": 1}
+SET_FIELDS = {"generate": 7, "chat": 7, "explain": 7, "serve": 40, "profile": 1, "plan": 1}
 COUNT_WITH = {("plan", "num_speculative_tokens"), ("plan", "cuda_graphs")}
 """Options with the name of a field that they do not set."""
 
