@@ -8,7 +8,7 @@ from importlib import import_module
 
 SUITES = (
     *("latency", "decode", "bookkeeping", "host_cost", "door", "memory", "encodings", "tiers"),
-    *("ranks", "server", "speculation", "batch_bits", "training_step", "preprocess"),
+    *("ranks", "server", "speculation", "bits", "training_step", "preprocess"),
 )
 
 warnings.filterwarnings("ignore", module="megatron")

@@ -5,6 +5,7 @@ engine = DynamicInferenceEngine(model, tokenizer, InferenceConfig(prefix_caching
 results = engine.generate(["Once upon a time"], SamplingParams(num_tokens_to_generate=32))
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
     from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
     from megatron_hybrid.models.layer_pattern import LAYER_KINDS
     from megatron_hybrid.text.guide import Guide
+
+# MKL then gives a row of a product the same bits in any number of rows, at no cost: HybridModel's
+# decodes and prefills agree. It reads this at a process's first product.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 __all__ = [
     "ADAPTERS",

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 from megatron_hybrid.cache.explain import Explanation
 from megatron_hybrid.cache.index.journal import Version
@@ -20,8 +25,30 @@ from megatron_hybrid.inference.requests.request import recompute_reason
 from megatron_hybrid.inference.requests.view import RequestView
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_loop import StepLoop
+from megatron_hybrid.models.mixers.base import Mixer
+from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
 
 Listener = TypeVar("Listener", bound=CacheListener)
+
+_ROW_COUNTS = 2, 3, 4, 5, 8, 16, 32
+"""Rows of the products that `promises` tries, in multiples of `ROW_ALIGNMENT`."""
+
+
+@dataclass(frozen=True)
+class Promises:
+    """Whether logits are the same to the last bit, here and with this configuration."""
+
+    cut_reasons: tuple[str, ...]
+    """Why the logits of a token may depend on how its sequence was cut, resumed, drafted or
+    decoded, or on the requests in its steps; none: they do not."""
+    training_reasons: tuple[str, ...]
+    """Why they may differ, too, from those of `model(tokens)`, as a trainer computes them."""
+
+    def __str__(self) -> str:
+        why = "".join(f"\n  {reason}" for reason in self.cut_reasons)
+        line = f"any cut, any batch, decodes: {'rounding' + why if why else 'equal to the bit'}"
+        why = "".join(f"\n  {each}" for each in (*self.cut_reasons, *self.training_reasons))
+        return f"{line}\nrollouts and training: {'rounding' + why if why else 'equal to the bit'}"
 
 
 class Inspection:
@@ -46,6 +73,22 @@ class Inspection:
         tokens = builder.tokens_of(prompt, params)
         chunk = parts.cache.longest_forward(len(tokens), parts.config.max_tokens)
         return parts.offload.explain(tokens, salt, recompute_reason(params), chunk)
+
+    @exclusive
+    def promises(self) -> Promises:
+        parts, config = self._parts, self._parts.config
+        mixers = [each for each in parts.model.modules() if isinstance(each, Mixer)]
+        cut = [reason for mixer in mixers for reason in mixer.cut_reasons()]
+        training = [reason for mixer in mixers for reason in mixer.training_reasons()]
+        if (device := parts.runner.memory.device.type) != "cpu":
+            cut.append(f"on {device} nothing is promised")
+        else:
+            cut += _unequal_products(parts.model)
+        if config.state_encoding != "exact":
+            cut.append(f"state_encoding is {config.state_encoding!r}: saved states are rounded")
+        if config.kv_cache_dtype not in (None, parts.model.config.params_dtype):
+            training.append(f"kv_cache_dtype is {config.kv_cache_dtype}")
+        return Promises(tuple(dict.fromkeys(cut)), tuple(dict.fromkeys(training)))
 
     @exclusive
     def stats(self) -> Stats:
@@ -133,3 +176,26 @@ class Inspection:
     def check_integrity(self) -> None:
         self._parts.cache.check_integrity()
         self._parts.scheduler.check_integrity()
+
+
+@torch.inference_mode()
+def _unequal_products(model: nn.Module) -> Iterator[str]:
+    """Try one weight of each shape: does a row have the same bits among few rows and many?"""
+    tried = set()
+    for name, weight in model.named_parameters():
+        kind = weight.shape[-2:], weight.dtype
+        if weight.dim() < 2 or min(kind[0]) < 2 or not weight.is_floating_point() or kind in tried:
+            continue
+        tried.add(kind)
+        (outputs, inputs), dtype = kind
+        weight = weight.reshape(-1, outputs, inputs)[0]
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(_ROW_COUNTS[-1] * ROW_ALIGNMENT, inputs, generator=generator).to(dtype)
+        whole = F.linear(x, weight)
+        counts = [ROW_ALIGNMENT * count for count in (1, *_ROW_COUNTS)]
+        if not all(torch.equal(F.linear(x[:n], weight), whole[:n]) for n in counts):
+            yield (
+                f"{name}: a product of {inputs} x {outputs} in {str(dtype).removeprefix('torch.')} "
+                "depends on the number of rows; in bf16, ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 may "
+                "help, in fp32 MKL_CBWR=AUTO,STRICT before the first product"
+            )

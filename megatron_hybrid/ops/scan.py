@@ -1,15 +1,21 @@
-"""Parts shared by the scans of all recurrent mixers: decays, and the split in steps and scans."""
+"""Parts shared by the scans of all recurrent mixers: decays, the split in steps and scans, and the
+recurrence token by token."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from megatron_hybrid.ops.checks import join, rows_between
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates
+
+ROWS = 64
+"""Tokens that are laid out at once for a recurrence token by token."""
 
 
 def ragged_scan(
@@ -19,17 +25,20 @@ def ragged_scan(
     states_R: torch.Tensor | SlotStates,
     layout: RaggedLayout,
     plan: Callable[[], Any],
+    by_token: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Run the leading single tokens by `step` and all other sequences by `scan`.
 
     Args:
         step: `(*inputs of the steps, states) -> (outputs, states after them)`; or
-            `(*inputs, list of R states) -> outputs`, and changes the states.
+            `(*inputs, list of R states) -> outputs`, and changes the states, one after the other.
         scan: `(*inputs of the rest, states, plan()) -> (outputs, final, captured states)`.
         inputs_T: flat tensors; padding rows are not read.
         states_R: initial states, one per sequence; or where they are, to be changed by `step`.
         layout: lengths, positions and captures.
         plan: makes the last argument of `scan` from the layout; called only if `scan` is.
+        by_token: take all tokens by `step`, on a list of states: a token then has the same bits in
+            every cut and batch. Gradients are those of `scan`.
 
     Returns:
         Outputs of the tokens (no padding rows), final states `[R, ...]`, captures `[n, ...]`; in
@@ -38,7 +47,9 @@ def ragged_scan(
     num_steps, num_tokens = layout.num_steps, layout.num_tokens
     if isinstance(states_R, SlotStates):
         states = [states_R.pool_S[slot] for slot in states_R.slot_ids_R.tolist()]
-        return step(*(rows_between(t, 0, num_steps) for t in inputs_T), states), None, None
+        return _token_by_token(step, inputs_T, states, layout, states_R.captured_n), None, None
+    if by_token:
+        return _TokenByToken.apply(step, scan, layout, plan, states_R, *inputs_T)
     outputs, finals, captured = [], [], []
     if num_steps:
         output, final = step(*(t[:num_steps] for t in inputs_T), states_R[:num_steps])
@@ -55,6 +66,48 @@ def ragged_scan(
     if not captured:
         captured.append(states_R[:0])
     return join(outputs), join(finals), join(captured)
+
+
+def _token_by_token(
+    step: Callable[..., torch.Tensor],
+    inputs_T: tuple[torch.Tensor, ...],
+    states: list[torch.Tensor],
+    layout: RaggedLayout,
+    captured_n: torch.Tensor | None,
+) -> torch.Tensor:
+    """Outputs of all tokens. Changes the states, and writes those at the captures."""
+    states_T = [s for s, length in zip(states, layout.lengths, strict=True) for _ in range(length)]
+    places = {count: place for place, count in enumerate(layout.captures)}
+    ends = {*range(ROWS, layout.num_tokens, ROWS), layout.num_tokens, *places}
+    outputs = []
+    for first, end in pairwise((0, *sorted(ends))):
+        outputs.append(step(*(rows_between(t, first, end) for t in inputs_T), states_T[first:end]))
+        if end in places:
+            captured_n[places[end]] = states_T[end - 1]
+    return join(outputs)
+
+
+class _TokenByToken(torch.autograd.Function):
+    """The values of the steps with the gradient of the scan, which runs in the backward alone."""
+
+    @staticmethod
+    def forward(ctx, step, scan, layout, plan, states_R, *inputs_T):
+        ctx.run = lambda states_R, *own: ragged_scan(step, scan, own, states_R, layout, plan)
+        ctx.save_for_backward(states_R, *inputs_T)
+        final_R = states_R.clone()
+        captured_n = states_R.new_empty(len(layout.captures), *states_R.shape[1:])
+        output = _token_by_token(step, inputs_T, list(final_R), layout, captured_n)
+        return output, final_R, captured_n
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        with torch.enable_grad():
+            inputs = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+            outputs = ctx.run(*inputs)
+            pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
+            found = torch.autograd.grad(*zip(*pairs), inputs, allow_unused=True)
+        return None, None, None, None, *found
 
 
 def decay_matrix(cum_L: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

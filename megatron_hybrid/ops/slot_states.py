@@ -123,19 +123,22 @@ def in_slots(
         scan: a function; its argument number `place` is the initial states `[R, *shape]`, None for
             zeros, and the next one the layout. Returns `(outputs, final states, captured states)`.
         place: number of the op's argument `SlotStates`; None there: start from zeros, keep nothing.
-        has_steps_in_place: whether `scan` also takes `SlotStates`, for sequences of one token each;
-            it then changes the states in the pool, and its last two results are None.
+        has_steps_in_place: whether `scan` also takes `SlotStates`, for sequences of one token each
+            and for chunks of one token; it then changes the states in the pool, writes those at the
+            captures, and its last two results are None.
     """
+    names = list(inspect.signature(scan).parameters)
+    chunk_place = names.index("chunk_size") if "chunk_size" in names else len(names)
 
     @functools.wraps(scan)
     def run(*inputs: Any) -> torch.Tensor:
         states = inputs[place]
         if states is None:
             return scan(*inputs)[0]
-        if has_steps_in_place and _are_steps_in_place(inputs, states, inputs[place + 1]):
-            y = scan(*inputs)[0]
-            capture_steps(states, inputs[place + 1])
-            return y
+        layout, by_token = inputs[place + 1], inputs[chunk_place : chunk_place + 1] == (1,)
+        is_stepped = has_steps_in_place and (by_token or layout.num_steps == layout.num_sequences)
+        if is_stepped and _are_steps_in_place(inputs, states, layout):
+            return scan(*inputs)[0]
         pool_S, slot_ids_R, captured_n = states
         initial_R = pool_S.index_select(0, slot_ids_R)
         y, final_R, captured = scan(*inputs[:place], initial_R, *inputs[place + 1 :])
@@ -158,7 +161,7 @@ def states_or_zeros(
 
 
 def _are_steps_in_place(inputs: tuple, states: SlotStates, layout: RaggedLayout) -> bool:
-    """Return whether decodes may change their states in the pool, slot by slot: where the host can
+    """Return whether steps may change their states in the pool, slot by slot: where the host can
     read the slots' numbers without a wait, and nobody needs the states before.
 
     It has the bits of `scan` on gathered states where these are in fp32 in both, and takes a third
@@ -166,8 +169,7 @@ def _are_steps_in_place(inputs: tuple, states: SlotStates, layout: RaggedLayout)
     """
     pool_S = states.pool_S
     return (
-        layout.num_steps == layout.num_sequences
-        and layout.starts is None  # else the step is recorded, and replayed with other slots
+        layout.starts is None  # else the step is recorded, and replayed with other slots
         and pool_S.device.type == "cpu"
         and pool_S.dtype == torch.float32 == compute_dtype(inputs[0])
         and not torch.is_grad_enabled()

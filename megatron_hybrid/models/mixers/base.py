@@ -155,3 +155,12 @@ class Mixer(MegatronModule):
     def cache_requirements(self) -> LayerCache:
         """State of one sequence that is kept between calls."""
         return LayerCache()
+
+    def cut_reasons(self) -> tuple[str, ...]:
+        """Why a row may differ in its last bits by where its sequence is cut into calls; none: on a
+        CPU it does not."""
+        return ()
+
+    def training_reasons(self) -> tuple[str, ...]:
+        """Why a row may differ in its last bits from that of a forward without a cache."""
+        return ()

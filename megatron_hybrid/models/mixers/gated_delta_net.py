@@ -22,6 +22,7 @@ class GatedDeltaNetMixer(RecurrentMixer):
     """With P = exp(g) S_{t-1}:  S_t = P + beta k_t (x) (v_t - k_t P),  o_t = q_t S_t."""
 
     recompute_name = "gated_delta_net"
+    chunk_field = "linear_chunk_size"
     input_projection = "in_proj"
 
     def __init__(self, config: HybridConfig, place: MixerPlace):

@@ -28,6 +28,7 @@ class KimiDeltaAttentionMixer(RecurrentMixer):
     """
 
     recompute_name = "kimi_delta_attention"
+    chunk_field = "linear_chunk_size"
 
     def __init__(self, config: HybridConfig, place: MixerPlace):
         key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim

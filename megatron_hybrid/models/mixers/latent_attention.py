@@ -165,6 +165,10 @@ class LatentAttentionMixer(Mixer):
         k_THD = torch.cat((k_nope, k_rope.unsqueeze(1).expand(-1, self.num_heads, -1)), -1)
         return k_THD, v_THP
 
+    def training_reasons(self) -> tuple[str, ...]:
+        """Its two forms."""
+        return ("latent attention runs on latents where these are cached, else on heads",)
+
     def absorb(self, q_THD: Tensor) -> Tensor:
         """See `LatentHeads`."""
         q_nope, q_rope = q_THD.split(self.head_dims, -1)

@@ -28,6 +28,7 @@ class LightningAttentionMixer(RecurrentMixer):
     """
 
     recompute_name = "lightning_attention"
+    chunk_field = "linear_chunk_size"
     input_projection = "in_proj"
 
     def __init__(self, config: HybridConfig, place: MixerPlace):

@@ -22,6 +22,7 @@ class Mamba2Mixer(RecurrentMixer):
     """S_t = exp(dt A) S_{t-1} + dt x_t (x) B_t,  y_t = S_t C_t + D x_t, gated and normed."""
 
     recompute_name = "mamba"
+    chunk_field = "mamba_chunk_size"
     input_projection = "in_proj"
 
     def __init__(self, config: HybridConfig, place: MixerPlace):

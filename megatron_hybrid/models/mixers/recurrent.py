@@ -100,6 +100,9 @@ class RecurrentMixer(Mixer):
 
     splits_rows = True
 
+    chunk_field: str | None = None
+    """Field of the config with the rows that the recurrence takes at once; None: it has none."""
+
     def __init__(
         self,
         config: HybridConfig,
@@ -161,6 +164,16 @@ class RecurrentMixer(Mixer):
     def recurrent_states(self) -> tuple[StateTensor, ...]:
         """States of the recurrence, in addition to the tail."""
         return ()
+
+    def cut_reasons(self) -> tuple[str, ...]:
+        """Chunks, and states that are rounded between calls."""
+        reasons, dtype = [], self.config.recurrent_state_dtype
+        size = 1 if self.chunk_field is None else getattr(self.config, self.chunk_field)
+        if size > 1:
+            reasons.append(f"{self.chunk_field} is {size}: with 1 a row's bits do not depend on it")
+        if self.recurrent_states() and dtype != torch.float32:
+            reasons.append(f"recurrent_state_dtype is {dtype}: states are rounded between calls")
+        return tuple(reasons)
 
     def _state(
         self, name: str, shape: tuple[int, ...], full_size: int, decay: Tensor

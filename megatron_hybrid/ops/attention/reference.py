@@ -11,11 +11,14 @@ from megatron_hybrid.ops.checks import compute_dtype, join, pad_rows, rows_betwe
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 QUERY_TILE = 128
-"""Queries that share one mask. Keys that no query of a tile sees are skipped: half of a causal
-square, which torch's CPU kernel reads even with is_causal. Masks stay small."""
+"""Positions whose queries share one mask and one run of keys, zeros where a sequence has none: a
+query has the same sums in a decode as in any prefill. Tiles are anchored at position 0. Keys that
+no query of a tile sees are skipped: half of a causal square, which torch's CPU kernel reads even
+with is_causal."""
 
 SCORE_TILE = 32
-"""The same for written-out scores: those of a tile are in memory for all heads at once."""
+"""The same for written-out scores, as those of a tile are in memory for all heads at once, and for
+short windows, of which a decode would read several otherwise."""
 
 GATHER_BYTES = 8 << 20
 """Bytes of keys and values that one group of decodes gathers at a time: many decodes over one long
@@ -66,15 +69,16 @@ def paged_attention(
         outs.append(_decode(q_steps, pages, block_table_RM, layout, pattern, sinks_H))
     for r in range(layout.num_steps, layout.num_sequences):
         start = layout.start_positions[r]
-        first = max(0, pattern.first_visible(start)) // B
-        blocks = block_table_RM[r, first : -(-kv_lengths[r] // B)]
+        first = max(0, pattern.first_visible(start))
+        blocks = block_table_RM[r, first // B : -(-kv_lengths[r] // B)]
+        keys = slice(first % B, kv_lengths[r] - first // B * B)
         k, v = (
-            pages.index_select(0, blocks).flatten(0, 1)[None, : kv_lengths[r] - first * B]
+            pages.index_select(0, blocks).flatten(0, 1)[None, keys]
             for pages in (k_pages_nBKD, v_pages_nBKP)
         )
         k, v = k.to(q_THD.dtype), v.to(q_THD.dtype)
         q = q_THD[None, layout.cu_seqlens[r] : layout.cu_seqlens[r + 1]]
-        outs.append(_attend(q, k, v, start, first * B, pattern, sinks_H).squeeze(0))
+        outs.append(_attend(q, k, v, start, first, pattern, sinks_H).squeeze(0))
     return pad_rows(join(outs), layout)
 
 
@@ -104,15 +108,20 @@ def varlen_attention(
         TypeError: q, k, v or the sinks are not floating-point.
         ValueError: shapes that do not fit.
     """
+    P, D = v_TKP.shape[2], q_THD.shape[2]
+    if P < D and _is_fused(pattern, sinks_H, v_TKP, v_TKP):
+        # torch's fused kernels want values as wide as keys, and are worth the zeros.
+        v_TKP = F.pad(v_TKP, (0, D - P))
     qkv = [rows_between(t, 0, layout.num_tokens) for t in (q_THD, k_TKD, v_TKP)]
     if len(set(layout.lengths)) == 1:
         q, k, v = (t.unflatten(0, (layout.num_sequences, layout.lengths[0])) for t in qkv)
-        return pad_rows(_attend(q, k, v, 0, 0, pattern, sinks_H).flatten(0, 1), layout)
+        o_THP = _attend(q, k, v, 0, 0, pattern, sinks_H).flatten(0, 1)
+        return pad_rows(o_THP[..., :P], layout)
     outs = [
         _attend(q[None], k[None], v[None], 0, 0, pattern, sinks_H).squeeze(0)
         for q, k, v in zip(*(t.split(layout.lengths) for t in qkv), strict=True)
     ]
-    return pad_rows(join(outs), layout)
+    return pad_rows(join(outs)[..., :P], layout)
 
 
 def _attend(
@@ -126,36 +135,45 @@ def _attend(
 ) -> torch.Tensor:
     """Query row i has position start + i, key row j has position first_key + j."""
     q, k, v = (t.transpose(1, 2) for t in (q_bsHD, k_btKD, v_btKP))
-    size, P = q.shape[2], v.shape[3]
-    if is_fused := _is_fused(pattern, sinks_H):
-        # torch's fused kernels want values as wide as keys, and are worth the zeros.
-        v = F.pad(v, (0, q.shape[3] - P)) if q.shape[3] > P else v
-    else:
+    end = start + q.shape[2]
+    if not _is_fused(pattern, sinks_H, k, v):
         q, k, v = (t.to(compute_dtype(q)) for t in (q, k, v))
         sinks_H = None if sinks_H is None else sinks_H.view(-1, 1, 1)
-    step = QUERY_TILE if is_fused else SCORE_TILE
-    tiles = []
-    for i in range(0, size, step):
-        end = min(i + step, size)
-        low = max(first_key, pattern.first_visible(start + i))
-        high = start + end
-        rows = torch.arange(start + i, high, device=q.device).unsqueeze(1)
+    tile = _tile_size(pattern, sinks_H, k, v)
+    first, last = _keys_of(start, tile, pattern)[0], _keys_of(end - 1, tile, pattern)[1]
+    k, v = (F.pad(t, (0, 0, first_key - first, last - end)) for t in (k, v))
+    outs = []
+    for begin in (start, *range(start - start % tile + tile, end, tile)):
+        low, high = _keys_of(begin, tile, pattern)
+        rows = torch.arange(begin, min(high, end), device=q.device).unsqueeze(1)
         columns = torch.arange(low, high, device=q.device)
         visible = columns <= rows
         if pattern.hides_past:
             visible &= columns >= pattern.first_visible(rows)
-        keys = slice(low - first_key, high - first_key)
-        o = _softmax_average(
-            q[:, :, i:end], k[:, :, keys], v[:, :, keys], visible, pattern, sinks_H
-        )
-        tiles.append(o[..., :P].transpose(1, 2))
-    o = tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)
-    return o.to(q_bsHD.dtype)
+        keys, own = slice(low - first, high - first), slice(begin - start, high - start)
+        o = _softmax_average(q[:, :, own], k[:, :, keys], v[:, :, keys], visible, pattern, sinks_H)
+        outs.append(o.transpose(1, 2))
+    return join(outs, dim=1).to(q_bsHD.dtype)
 
 
-def _is_fused(pattern: AttentionPattern, sinks: torch.Tensor | None) -> bool:
-    """Return whether torch's scaled_dot_product_attention covers the pattern."""
-    return pattern.softcap is None and sinks is None
+def _tile_size(
+    pattern: AttentionPattern, sinks: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor
+) -> int:
+    is_short = pattern.is_local and (pattern.window or pattern.chunk) < 4 * QUERY_TILE
+    return SCORE_TILE if is_short or not _is_fused(pattern, sinks, k, v) else QUERY_TILE
+
+
+def _keys_of(position: int, tile: int, pattern: AttentionPattern) -> tuple[int, int]:
+    """First and end of the keys that a query is computed with: those of its tile."""
+    first = position // tile * tile
+    return max(0, pattern.first_visible(first)), first + tile
+
+
+def _is_fused(
+    pattern: AttentionPattern, sinks: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor
+) -> bool:
+    """Return whether torch's fused kernels cover the pattern, and values as wide as these."""
+    return pattern.softcap is None and sinks is None and k.shape[-1] == v.shape[-1]
 
 
 def _softmax_average(
@@ -170,7 +188,11 @@ def _softmax_average(
 
     `visible` and `sinks` have any shape that broadcasts against the scores `[b, H, s, t]`.
     """
-    if _is_fused(pattern, sinks_H11):
+    if q_bHsD.shape[2] == 1:  # products of one row round otherwise than those of several
+        q_bHsD = q_bHsD.repeat(1, 1, 2, 1)
+        o_bHsP = _softmax_average(q_bHsD, k_bKtD, v_bKtP, visible_st, pattern, sinks_H11)
+        return o_bHsP[:, :, :1]
+    if _is_fused(pattern, sinks_H11, k_bKtD, v_bKtP):
         if q_bHsD.is_cuda:
             q_bHsD, k_bKtD, v_bKtP = map(aligned, (q_bHsD, k_bKtD, v_bKtP))
         return F.scaled_dot_product_attention(
@@ -235,22 +257,24 @@ def _decode(
     max_blocks = max(1, GATHER_BYTES // block_bytes)
     key = ("decode groups", B, pattern, max_blocks, q_RHD.device)
     if layout.starts is None:
+        tile = _tile_size(pattern, sinks_H, *pages)
         groups, inverse = layout.cached(
-            key, lambda: _decode_groups(layout, B, pattern, max_blocks, q_RHD.device)
+            (*key, tile),
+            lambda: _decode_groups(layout, B, pattern, tile, max_blocks, q_RHD.device),
         )
     else:
         groups = layout.derived(key, lambda: _fixed_groups(layout, B, pattern, max_blocks))
         inverse = None
-    dtype = q_RHD.dtype if _is_fused(pattern, sinks_H) else compute_dtype(q_RHD)
+    dtype = q_RHD.dtype if _is_fused(pattern, sinks_H, *pages) else compute_dtype(q_RHD)
     sinks_KG1 = None if sinks_H is None else sinks_H.view(K, -1, 1)
     outs = []
-    for rows, columns, visible_rt, edges in groups:
+    for rows, columns, keys, visible_rt, edges in groups:
         table_rM, q_rHD = block_table_RM, q_RHD
         if rows is not None:
             table_rM, q_rHD = table_rM[rows], q_rHD[rows]
         blocks = table_rM.gather(1, columns).flatten()
         k, v = (
-            page.index_select(0, blocks).to(dtype).view(len(columns), -1, *page.shape[2:])
+            page.index_select(0, blocks).to(dtype).view(len(columns), -1, *page.shape[2:])[:, keys]
             for page in pages
         )
         for edge, hidden_re11 in edges:
@@ -275,50 +299,49 @@ def _decode_groups(
     layout: RaggedLayout,
     B: int,
     pattern: AttentionPattern,
+    tile: int,
     max_blocks: int,
     device: torch.device,
 ) -> tuple[list[tuple], torch.Tensor | None]:
-    """Decodes of like length side by side: at most `max_blocks` in a group, at most half padding.
+    """Decodes with as many keys side by side, at most `max_blocks` blocks in a group.
 
-    Returns, for each group, its rows `[r]`, the block table columns to read `[r, m]`, which of
-    their t = m * B keys are visible `[r, t]`, and the slices of t that hold all hidden ones, each
-    with those `[r, e, 1, 1]`; and the place of each row after all groups. One group of all rows
-    has None for rows and places.
+    Returns, for each group, its rows `[r]`, the block table columns to read `[r, m]`, the slice of
+    their m * B keys that the tiles have, which of these t are visible `[r, t]`, and the slices of t
+    that hold all hidden ones, each with those `[r, e, 1, 1]`; and the place of each row after all
+    groups. One group of all rows has None for rows and places.
     """
-    lengths = [start + 1 for start in layout.start_positions[: layout.num_steps]]
-    lows = [max(0, pattern.first_visible(n - 1)) for n in lengths]
-    firsts = [low // B for low in lows]
-    sizes = [-(-n // B) - first for n, first in zip(lengths, firsts, strict=True)]
-    order = sorted(range(len(sizes)), key=lambda r: -sizes[r])
-    members: list[list[int]] = []
-    for r in order:
-        longest = sizes[members[-1][0]] if members else 0
-        if 2 * sizes[r] >= longest > 0 and (len(members[-1]) + 1) * longest <= max_blocks:
-            members[-1].append(r)
-        else:
-            members.append([r])
-    if len(members) == 1:
-        members = [sorted(members[0])]
-    groups = []
-    for group in members:
-        first, low, length = (
-            torch.tensor([numbers[r] for r in group], device=device).unsqueeze(1)
-            for numbers in (firsts, lows, lengths)
-        )
-        size = max(sizes[r] for r in group)
-        # Columns after a sequence's end repeat its last block, and their keys are not visible.
-        columns = (first + torch.arange(size, device=device)).minimum((length - 1) // B)
-        positions = first * B + torch.arange(size * B, device=device)
-        visible = positions < length
-        edges = [slice(min(lengths[r] - firsts[r] * B for r in group), size * B)]
-        if pattern.hides_past:
-            visible &= positions >= low
-            edges.append(slice(0, B))
-        hidden = [(edge, ~visible[:, edge, None, None]) for edge in edges if edge.start < edge.stop]
-        rows = torch.tensor(group, device=device) if len(members) > 1 else None
-        groups.append((rows, columns, visible, hidden))
-    if len(members) == 1:
-        return groups, None
+    positions = layout.start_positions[: layout.num_steps]
+    alike: dict[tuple[int, int], list[int]] = {}  # by number of keys, and rows before the first
+    for r, position in enumerate(positions):
+        low, high = _keys_of(position, tile, pattern)
+        alike.setdefault((high - low, low % B), []).append(r)
+    groups, order = [], []
+    for (size, skipped), members in alike.items():
+        num_blocks = -(-(skipped + size) // B)
+        step = max(1, max_blocks // num_blocks)
+        for group in (members[i : i + step] for i in range(0, len(members), step)):
+            own = [positions[r] for r in group]
+            lows = [_keys_of(position, tile, pattern)[0] for position in own]
+            firsts = [max(0, pattern.first_visible(position)) for position in own]
+            low, first, position = (
+                torch.tensor(numbers, device=device).unsqueeze(1) for numbers in (lows, firsts, own)
+            )
+            # Columns that hold hidden keys alone repeat those next to them.
+            columns = low // B + torch.arange(num_blocks, device=device)
+            columns = columns.maximum(first // B).minimum(position // B)
+            numbers = low + torch.arange(size, device=device)
+            visible = (numbers <= position) & (numbers >= first)
+            least, most = (
+                pick(x - start for x, start in zip(ends, lows, strict=True))
+                for pick, ends in ((max, firsts), (min, own))
+            )
+            edges = [slice(0, least), slice(most + 1, size)]
+            hidden = [(e, ~visible[:, e, None, None]) for e in edges if e.start < e.stop]
+            keys = slice(skipped, skipped + size)
+            groups.append((torch.tensor(group, device=device), columns, keys, visible, hidden))
+            order += group
+    if len(groups) == 1:
+        return [(None, *groups[0][1:])], None
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return groups, torch.tensor(inverse, device=device)
 
@@ -344,6 +367,7 @@ def _fixed_groups(
         (
             slice(begin, begin + step),
             columns[begin : begin + step],
+            slice(0, size * B),
             visible[begin : begin + step],
             [(slice(0, size * B), hidden[begin : begin + step])],
         )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from megatron_hybrid.ops.activations import silu
 from megatron_hybrid.ops.checks import compute_dtype, join, pad_rows, without_autocast
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.scan import ragged_scan
+
+ROWS = 64
+"""Rows that a scan sums at once, to fit a CPU's cache."""
 
 
 @without_autocast
@@ -66,15 +71,22 @@ def _step(
     x_RC: torch.Tensor,
     tails_RCk: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token for each of R sequences: the plain sum."""
-    dtype = compute_dtype(x_RC)
-    *weights, weight_C = weight_CK.to(dtype).unbind(1)
-    y_RC = x_RC.to(dtype) * weight_C
-    for tail_RC, weight_C in zip(tails_RCk.to(dtype).unbind(2), weights, strict=True):
-        y_RC = torch.addcmul(y_RC, tail_RC, weight_C)
-    if bias_C is not None:
-        y_RC = y_RC + bias_C.to(dtype)
-    return y_RC, torch.cat([tails_RCk[:, :, 1:], x_RC.unsqueeze(2)], dim=2)
+    """One token for each of R sequences."""
+    windows_RCK = torch.cat([tails_RCk, x_RC.unsqueeze(2)], dim=2)
+    y_RC = _sums(windows_RCK.to(compute_dtype(x_RC)).unbind(2), weight_CK, bias_C)
+    return y_RC, windows_RCK[:, :, 1:]
+
+
+def _sums(
+    x_K: Sequence[torch.Tensor], weight_CK: torch.Tensor, bias_C: torch.Tensor | None
+) -> torch.Tensor:
+    """Sums over K inputs `[T, C]`, oldest first, in one order for steps and for scans."""
+    *weights, weight_C = weight_CK.to(x_K[0].dtype).t().contiguous()
+    *older, newest_TC = x_K
+    y_TC = newest_TC * weight_C
+    for x_TC, weight_C in zip(older, weights, strict=True):
+        y_TC.addcmul_(x_TC, weight_C)
+    return y_TC if bias_C is None else y_TC.add_(bias_C)
 
 
 class _Windows:
@@ -113,16 +125,7 @@ def _scan(
     for tail_kC, x_seq in zip(tails_RCk.mT, x_TC.split(windows.lengths), strict=True):
         pieces += [tail_kC, x_seq]
     x_EC = torch.cat(pieces)
-    # As a 2-d convolution over a channels-last image of width 1: [E, C] is that layout as it is,
-    # and its depthwise kernels are several times faster than those of conv1d on [C, E].
-    dtype = compute_dtype(x_EC)
-    y_1CE1 = F.conv2d(
-        x_EC.to(dtype)[None, :, None].permute(0, 3, 1, 2),
-        weight_CK.to(dtype)[:, None, :, None],
-        None if bias_C is None else bias_C.to(dtype),
-        groups=x_EC.shape[1],
-    )
-    y_EC = y_1CE1[0, :, :, 0].t()
+    y_EC = _Convolved.apply(x_EC.to(compute_dtype(x_EC)), weight_CK, bias_C)
     # Windows that reach into the next sequence's tail lie between those that are kept.
     gap = weight_CK.shape[1] - 1
     sizes = [size for length in windows.lengths for size in (length, gap)][:-1]
@@ -131,3 +134,35 @@ def _scan(
         x_EC[rows].transpose(1, 2) for rows in (windows.final_Rk, windows.captured_nk)
     )
     return y_TC, final_RCk, captured_nCk
+
+
+class _Convolved(torch.autograd.Function):
+    """The sums of a decode over each row and those before it, with the gradient of torch's
+    convolution."""
+
+    @staticmethod
+    def forward(ctx, x_EC, weight_CK, bias_C):
+        ctx.save_for_backward(x_EC, weight_CK, bias_C)
+        gap = weight_CK.shape[1] - 1
+        blocks = [
+            [x_EC[first + j : min(first + ROWS, len(x_EC) - gap) + j] for j in range(gap + 1)]
+            for first in range(0, len(x_EC) - gap, ROWS)
+        ]
+        return join([_sums(block, weight_CK, bias_C) for block in blocks])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_EC):
+        x_EC, weight_CK, bias_C = ctx.saved_tensors
+        # As a 2-d convolution over a channels-last image of width 1: [E, C] is that layout as it
+        # is, and its depthwise kernels are several times faster than those of conv1d on [C, E].
+        image, kernel = x_EC[None, :, None].permute(0, 3, 1, 2), weight_CK[:, None, :, None]
+        grad = grad_EC[None, :, None].permute(0, 3, 1, 2)
+        C, wanted = x_EC.shape[1], [True, True, bias_C is not None]
+        settings = ([1, 1], [0, 0], [1, 1], False, [0, 0], C, wanted)
+        grad_x, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
+            grad, image, kernel.to(image.dtype), [C], *settings
+        )
+        grad_weight = grad_weight[:, 0, :, 0].to(weight_CK.dtype)
+        grad_bias = None if bias_C is None else grad_bias.to(bias_C.dtype)
+        return grad_x[0, :, :, 0].t(), grad_weight, grad_bias

@@ -49,7 +49,8 @@ def delta_rule(
         initial_states_RHNP: `SlotStates` `[H, N, P]`, fp32 or bf16; None: start from zeros and
             keep nothing.
         layout: lengths, positions and captures of the sequences.
-        chunk_size: rows of a chunk; the result does not depend on it but for rounding.
+        chunk_size: rows of a chunk; the result does not depend on it but for rounding. 1: token by
+            token, with the same bits in every cut; gradients are those of chunks.
 
     Returns:
         o `[T, H, P]` in the dtype of v, zeros in padding rows. All arithmetic is fp32, whatever the
@@ -74,7 +75,8 @@ def delta_rule(
         (q_f, k_f, v_f, g_f, beta_f),
         states_RHNP,
         layout,
-        lambda: ChunkGrid.of(layout, chunk_size, v_THP.device),
+        lambda: ChunkGrid.of(layout, chunk_size if chunk_size > 1 else 32, v_THP.device),
+        by_token=chunk_size == 1,
     )
     return pad_rows(o_THP.to(v_THP.dtype), layout), final_RHNP, captured_nHNP
 

@@ -86,10 +86,17 @@ def _step(
     C_RN: torch.Tensor,
     h_RCN: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token for each of R sequences."""
-    decay_RCN = (dt_RC.unsqueeze(-1) * A_CN).exp()
-    h_RCN = torch.addcmul(h_RCN * decay_RCN, dtx_RC.unsqueeze(-1), B_RN.unsqueeze(1))
-    return (C_RN.unsqueeze(1) @ h_RCN.mT).squeeze(1), h_RCN
+    """One token for each of R sequences, with the sums of `_scan`."""
+    decay_RCN = (dt_RC.unsqueeze(-1) * A_CN).exp_()
+    h_RCN = (dtx_RC.unsqueeze(-1) * B_RN.unsqueeze(1)).addcmul_(h_RCN, decay_RCN)
+    return _outputs(C_RN, h_RCN.mT.contiguous()), h_RCN
+
+
+def _outputs(C_TN: torch.Tensor, h_TNC: torch.Tensor) -> torch.Tensor:
+    """h C of each token, `[T, C]`. MKL rounds one product otherwise than several."""
+    if len(h_TNC) == 1:
+        return _outputs(C_TN.expand(2, -1), h_TNC.expand(2, -1, -1))[:1]
+    return (C_TN.unsqueeze(1) @ h_TNC).squeeze(1)
 
 
 def _scan(
@@ -144,7 +151,7 @@ class _Rows(torch.autograd.Function):
             _, h_TNC, ended = _advance(h, *inputs, A_NC, rows)
             h = h_TNC[len(h_TNC) - rows[-1] :]
             ends += ended
-            ys.append((C_TN[first:end].unsqueeze(1) @ h_TNC).squeeze(1))
+            ys.append(_outputs(C_TN[first:end], h_TNC))
             captured += [h_TNC[place - first] for place in captures if first <= place < end]
         ends.append(h)
         captured_nNC = torch.stack(captured) if captured else h_RNC[:0].clone()

@@ -37,7 +37,8 @@ def ssd_scan(
         initial_states_RHPN: `SlotStates` `[H, P, N]`, fp32 or bf16; None: start from zeros and
             keep nothing.
         layout: lengths, positions and captures of the sequences.
-        chunk_size: rows of a chunk; the result does not depend on it but for rounding.
+        chunk_size: rows of a chunk; the result does not depend on it but for rounding. 1: token by
+            token, with the same bits in every cut; gradients are those of chunks.
 
     Returns:
         y `[T, H, P]` in the dtype of x, zeros in padding rows. All arithmetic is fp32, whatever the
@@ -60,7 +61,8 @@ def ssd_scan(
         inputs,
         states_RHPN,
         layout,
-        lambda: ChunkGrid.of(layout, chunk_size, x_THP.device),
+        lambda: ChunkGrid.of(layout, chunk_size if chunk_size > 1 else 64, x_THP.device),
+        by_token=chunk_size == 1,
     )
     x_f = rows_between(x_f, 0, layout.num_tokens)
     y_THP = torch.addcmul(y_THP, x_f, D_H.to(dtype).unsqueeze(-1))

@@ -98,7 +98,6 @@ def test_steps_are_in_place_only_where_nothing_else_can_tell():
         assert are_in_place() and are_in_place(x=torch.bfloat16)
         assert not are_in_place(dtype=torch.bfloat16)
         assert not are_in_place(x=torch.float64)
-        assert not are_in_place(lengths=(1, 4))
         assert not are_in_place(starts=torch.tensor([5, 6], dtype=torch.int32))
     assert not are_in_place()  # a graph of gradients may need the states before
 
