@@ -30,8 +30,10 @@ from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
 
 Listener = TypeVar("Listener", bound=CacheListener)
 
-_ROW_COUNTS = 2, 3, 4, 5, 8, 16, 32
-"""Rows of the products that `promises` tries, in multiples of `ROW_ALIGNMENT`."""
+_ROW_COUNTS = tuple(ROW_ALIGNMENT * n for n in (1, 2, 3, 4, 5, 8, 16, 32))
+"""Rows of the products that `promises` tries."""
+
+_SETTINGS = "MKL_CBWR=AUTO,STRICT (fp32) and ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 (bf16)"
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,11 @@ class Promises:
     def __str__(self) -> str:
         why = "".join(f"\n  {reason}" for reason in self.cut_reasons)
         line = f"any cut, any batch, decodes: {'rounding' + why if why else 'equal to the bit'}"
-        why = "".join(f"\n  {each}" for each in (*self.cut_reasons, *self.training_reasons))
-        return f"{line}\nrollouts and training: {'rounding' + why if why else 'equal to the bit'}"
+        why = "".join(f"\n  {reason}" for reason in self.training_reasons)
+        is_equal = not (self.cut_reasons or self.training_reasons)
+        return (
+            f"{line}\nrollouts and training: {'equal to the bit' if is_equal else 'rounding' + why}"
+        )
 
 
 class Inspection:
@@ -181,21 +186,21 @@ class Inspection:
 @torch.inference_mode()
 def _unequal_products(model: nn.Module) -> Iterator[str]:
     """Try one weight of each shape: does a row have the same bits among few rows and many?"""
-    tried = set()
-    for name, weight in model.named_parameters():
+    tried: dict[tuple[torch.Size, torch.dtype], bool] = {}
+    for weight in model.parameters():
         kind = weight.shape[-2:], weight.dtype
-        if weight.dim() < 2 or min(kind[0]) < 2 or not weight.is_floating_point() or kind in tried:
+        if weight.dim() < 2 or min(kind[0]) < 2 or kind in tried or not weight.is_floating_point():
             continue
-        tried.add(kind)
-        (outputs, inputs), dtype = kind
-        weight = weight.reshape(-1, outputs, inputs)[0]
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(_ROW_COUNTS[-1] * ROW_ALIGNMENT, inputs, generator=generator).to(dtype)
-        whole = F.linear(x, weight)
-        counts = [ROW_ALIGNMENT * count for count in (1, *_ROW_COUNTS)]
-        if not all(torch.equal(F.linear(x[:n], weight), whole[:n]) for n in counts):
+        weight_OK = weight.reshape(-1, *kind[0])[0]
+        rows = torch.Generator().manual_seed(0)
+        x = torch.randn(_ROW_COUNTS[-1], kind[0][1], generator=rows).to(weight.dtype)
+        whole = F.linear(x, weight_OK)
+        tried[kind] = all(torch.equal(F.linear(x[:n], weight_OK), whole[:n]) for n in _ROW_COUNTS)
+    for dtype in dict.fromkeys(dtype for _, dtype in tried):
+        shapes = [s for (s, own), is_equal in tried.items() if own == dtype and not is_equal]
+        if shapes:
+            names = ", ".join(f"{inputs} x {outputs}" for outputs, inputs in shapes)
             yield (
-                f"{name}: a product of {inputs} x {outputs} in {str(dtype).removeprefix('torch.')} "
-                "depends on the number of rows; in bf16, ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 may "
-                "help, in fp32 MKL_CBWR=AUTO,STRICT before the first product"
+                f"products in {dtype} depend on their number of rows: {names}; settings of the "
+                f"process may help, {_SETTINGS}"
             )

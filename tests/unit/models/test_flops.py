@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_hybrid.models.flops import attention_parity, token_flops, training_flops
+from megatron_hybrid.ops.attention import reference
 from megatron_hybrid.training.lora import LoraFields, add_adapters
 
 
@@ -20,12 +21,13 @@ def flops(model, num_tokens, num_pairs):
     return of_token * num_tokens + of_pair * num_pairs
 
 
-def counted_parity(model) -> float:
+def counted_parity(model, monkeypatch) -> float:
     """From the FLOPs of forward passes over T tokens, a T + b T^2: where b T reaches a. Attention
     is counted as if every token saw every other one, which is what its matrix products compute."""
     lengths = (32, 64, 128)
     counts = []
     for length in lengths:
+        monkeypatch.setattr(reference, "QUERY_TILE", length)  # whose rest would be counted, too
         counter = FlopCounterMode(display=False)
         # Of torch's kernels for attention it knows this one on a CPU.
         with counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
@@ -37,9 +39,10 @@ def counted_parity(model) -> float:
 
 
 @pytest.mark.parametrize("pattern", ["*-", "*-*-", "*E", "*-CCC"])
-def test_attention_parity_is_what_torch_counts(pattern):
+def test_attention_parity_is_what_torch_counts(pattern, monkeypatch):
     model = tiny_model(pattern)  # every token is sent to all experts
-    assert attention_parity(*token_flops(model)) == pytest.approx(counted_parity(model), rel=0.02)
+    counted = counted_parity(model, monkeypatch)
+    assert attention_parity(*token_flops(model)) == pytest.approx(counted, rel=0.02)
 
 
 def test_of_routed_experts_those_count_that_a_token_is_sent_to():
@@ -58,7 +61,8 @@ EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 20
 
 
 @pytest.mark.parametrize("pattern", ["*-", "*-/*-", "*-/*-/*-"])
-def test_flops_of_training_are_what_torch_counts(pattern):
+def test_flops_of_training_are_what_torch_counts(pattern, monkeypatch):
+    monkeypatch.setattr(reference, "QUERY_TILE", 64)
     model = small_model(pattern).train()
     tokens = torch.tensor([random_tokens(64)]) % model.vocab_size
     counter = FlopCounterMode(display=False)

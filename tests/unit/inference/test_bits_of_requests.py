@@ -1,0 +1,34 @@
+"""Logits are the same to the bit in every cut, after every saved state, in every batch, in decodes
+and in training; where they are not, `promises` says so."""
+
+import pytest
+import torch
+from small_models import small_model
+
+from benchmarks.bits import ONE, equal_shares, random_model
+from megatron_hybrid import DynamicInferenceEngine, InferenceConfig
+
+FP32 = pytest.param(torch.float32, marks=pytest.mark.bits)
+"""With narrower vectors than the CPU's, torch's attention refuses bf16."""
+
+
+@pytest.mark.parametrize("dtype", [FP32, torch.bfloat16])
+@pytest.mark.parametrize("pattern", ["MG*-W-", "SKL-", "AHUE", "CZB*Z"])
+def test_logits_are_those_of_training(pattern, dtype):
+    assert equal_shares(random_model(pattern, dtype), 3) == [1.0] * 5
+
+
+def promises(pattern, *, state_encoding="exact", **fields):
+    config = InferenceConfig(cache_bytes=1 << 22, state_encoding=state_encoding)
+    return DynamicInferenceEngine(small_model(pattern, **fields), None, config).promises()
+
+
+def test_promises_name_what_rounds():
+    all_equal = promises("MGKASC*-", **ONE)
+    assert all_equal.cut_reasons == all_equal.training_reasons == ()
+    assert str(all_equal).count("equal to the bit") == 2
+    chunks = promises("M+", state_encoding="bf16", recurrent_state_dtype=torch.bfloat16)
+    for reason in ("mamba_chunk_size is", "recurrent_state_dtype", "state_encoding is 'bf16'"):
+        assert any(each.startswith(reason) for each in chunks.cut_reasons)
+    assert ["latent" in each for each in chunks.training_reasons] == [True]
+    assert all(each in str(chunks) for each in (*chunks.cut_reasons, *chunks.training_reasons))
