@@ -24,7 +24,7 @@ from megatron_hybrid.inference.cache_calls import CacheCalls, CacheSaved
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine_parts import check_arguments, make_parts
 from megatron_hybrid.inference.exclusive import exclusive
-from megatron_hybrid.inference.inspection import Inspection, Promises
+from megatron_hybrid.inference.inspection import Inspection
 from megatron_hybrid.inference.live_requests import LiveRequests
 from megatron_hybrid.inference.metrics.prometheus import Stats
 from megatron_hybrid.inference.rank_calls import RankCalls
@@ -571,10 +571,13 @@ class DynamicInferenceEngine:
         """
         return self.inspection.explain(prompt, params, salt, adapter)
 
-    def promises(self) -> Promises:
-        """Tell whether logits are the same to the bit in every cut and batch, and in training;
-        `print` shows it with the reasons. It tries the machine's products: seconds for large
-        weights."""
+    def promises(self) -> dict[str, list[str]]:
+        """Tell why logits may differ in their last bits, here and with this configuration.
+
+        Returns:
+            "serving": by how a sequence is cut, resumed, drafted or decoded, or by other requests;
+            an empty list is the promise that they do not. "training": also from `model(tokens)`.
+        """
         return self.inspection.promises()
 
     def stats(self) -> Stats:

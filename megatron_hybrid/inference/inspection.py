@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -33,28 +32,6 @@ Listener = TypeVar("Listener", bound=CacheListener)
 _ROW_COUNTS = tuple(ROW_ALIGNMENT * n for n in (1, 2, 3, 4, 5, 8, 16, 32))
 """Rows of the products that `promises` tries."""
 
-_SETTINGS = "MKL_CBWR=AUTO,STRICT (fp32) and ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 (bf16)"
-
-
-@dataclass(frozen=True)
-class Promises:
-    """Whether logits are the same to the last bit, here and with this configuration."""
-
-    cut_reasons: tuple[str, ...]
-    """Why the logits of a token may depend on how its sequence was cut, resumed, drafted or
-    decoded, or on the requests in its steps; none: they do not."""
-    training_reasons: tuple[str, ...]
-    """Why they may differ, too, from those of `model(tokens)`, as a trainer computes them."""
-
-    def __str__(self) -> str:
-        why = "".join(f"\n  {reason}" for reason in self.cut_reasons)
-        line = f"any cut, any batch, decodes: {'rounding' + why if why else 'equal to the bit'}"
-        why = "".join(f"\n  {reason}" for reason in self.training_reasons)
-        is_equal = not (self.cut_reasons or self.training_reasons)
-        return (
-            f"{line}\nrollouts and training: {'equal to the bit' if is_equal else 'rounding' + why}"
-        )
-
 
 class Inspection:
     """Looks at an engine. Methods with the name of one of the engine's have its effect.
@@ -80,20 +57,18 @@ class Inspection:
         return parts.offload.explain(tokens, salt, recompute_reason(params), chunk)
 
     @exclusive
-    def promises(self) -> Promises:
-        parts, config = self._parts, self._parts.config
-        mixers = [each for each in parts.model.modules() if isinstance(each, Mixer)]
-        cut = [reason for mixer in mixers for reason in mixer.cut_reasons()]
+    def promises(self) -> dict[str, list[str]]:
+        model, config = self._parts.model, self._parts.config
+        mixers = [each for each in model.modules() if isinstance(each, Mixer)]
+        serving = [reason for mixer in mixers for reason in mixer.cut_reasons()]
         training = [reason for mixer in mixers for reason in mixer.training_reasons()]
-        if (device := parts.runner.memory.device.type) != "cpu":
-            cut.append(f"on {device} nothing is promised")
-        else:
-            cut += _unequal_products(parts.model)
+        device = self._parts.runner.memory.device
+        serving += _unequal_products(model) if device.type == "cpu" else [f"it runs on {device}"]
         if config.state_encoding != "exact":
-            cut.append(f"state_encoding is {config.state_encoding!r}: saved states are rounded")
-        if config.kv_cache_dtype not in (None, parts.model.config.params_dtype):
+            serving.append(f"state_encoding is {config.state_encoding!r}: saved states are rounded")
+        if config.kv_cache_dtype not in (None, model.config.params_dtype):
             training.append(f"kv_cache_dtype is {config.kv_cache_dtype}")
-        return Promises(tuple(dict.fromkeys(cut)), tuple(dict.fromkeys(training)))
+        return {"serving": [*dict.fromkeys(serving)], "training": [*dict.fromkeys(training)]}
 
     @exclusive
     def stats(self) -> Stats:
@@ -186,21 +161,13 @@ class Inspection:
 @torch.inference_mode()
 def _unequal_products(model: nn.Module) -> Iterator[str]:
     """Try one weight of each shape: does a row have the same bits among few rows and many?"""
-    tried: dict[tuple[torch.Size, torch.dtype], bool] = {}
-    for weight in model.parameters():
-        kind = weight.shape[-2:], weight.dtype
-        if weight.dim() < 2 or min(kind[0]) < 2 or kind in tried or not weight.is_floating_point():
+    weights = {(each.shape[-2:], each.dtype): each for each in model.parameters() if each.dim() > 1}
+    for (shape, dtype), weight in weights.items():
+        if min(shape) < 2 or not weight.is_floating_point():
             continue
-        weight_OK = weight.reshape(-1, *kind[0])[0]
+        weight = weight.reshape(-1, *shape)[0]
         rows = torch.Generator().manual_seed(0)
-        x = torch.randn(_ROW_COUNTS[-1], kind[0][1], generator=rows).to(weight.dtype)
-        whole = F.linear(x, weight_OK)
-        tried[kind] = all(torch.equal(F.linear(x[:n], weight_OK), whole[:n]) for n in _ROW_COUNTS)
-    for dtype in dict.fromkeys(dtype for _, dtype in tried):
-        shapes = [s for (s, own), is_equal in tried.items() if own == dtype and not is_equal]
-        if shapes:
-            names = ", ".join(f"{inputs} x {outputs}" for outputs, inputs in shapes)
-            yield (
-                f"products in {dtype} depend on their number of rows: {names}; settings of the "
-                f"process may help, {_SETTINGS}"
-            )
+        x = torch.randn(_ROW_COUNTS[-1], shape[1], generator=rows).to(dtype)
+        whole = F.linear(x, weight)
+        if not all(torch.equal(F.linear(x[:n], weight), whole[:n]) for n in _ROW_COUNTS):
+            yield f"products of {shape[1]} x {shape[0]} in {dtype} depend on their number of rows"
