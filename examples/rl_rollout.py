@@ -11,7 +11,7 @@ whose baseline is the mean of the answers to the same prompt (as GRPO).
 
 History is token-faithful: a turn's prompt is the ids of the turns before, nothing is decoded and
 encoded again. So the second turn resumes from the state at the end of the first, and the training
-step sees the very tokens that were drawn, with the same log-probabilities.
+step sees the very tokens that were drawn, on a CPU with the same log-probabilities to the bit.
 
 Each data-parallel replica draws for its own prompts and trains on them; gradients are averaged.
 """
@@ -19,6 +19,7 @@ Each data-parallel replica draws for its own prompts and trains on them; gradien
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ def build_model(tensor_parallel: int) -> mh.HybridModel:
         mamba_head_dim=16,
         mamba_state_dim=16,
         mamba_num_groups=2,
+        mamba_chunk_size=1,  # a row then has the same bits in rollouts and in training
         qk_layernorm=True,
         init_method_std=0.1,
         tensor_model_parallel_size=tensor_parallel,
@@ -253,7 +255,8 @@ def main(arguments: list[str] | None = None) -> None:
         if prints:
             print(update, flush=True)
     if prints:
-        print(f"log-probabilities of rollouts and training differ by at most {error:.1e}")
+        error = math.expm1(error)
+        print(f"importance ratios before an update differ from 1 by at most {error:.2g}")
     if launched:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

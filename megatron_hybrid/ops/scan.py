@@ -104,9 +104,7 @@ class _TokenByToken(torch.autograd.Function):
     def backward(ctx, *grads):
         with torch.enable_grad():
             inputs = [t.detach().requires_grad_() for t in ctx.saved_tensors]
-            outputs = ctx.run(*inputs)
-            pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
-            found = torch.autograd.grad(*zip(*pairs), inputs, allow_unused=True)
+            found = torch.autograd.grad(ctx.run(*inputs), inputs, grads, allow_unused=True)
         return None, None, None, None, *found
 
 

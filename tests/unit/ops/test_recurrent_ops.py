@@ -135,8 +135,9 @@ def test_initial_states_and_inputs_are_not_written(op):
 
 
 @each_op
+@pytest.mark.parametrize("chunk_size", [1, 8])
 @pytest.mark.parametrize("lengths", [(1, 1, 1), (37,), (1, 20, 5, 33)], ids=str)
-def test_gradients_in_float64(op, lengths):
+def test_gradients_in_float64(op, lengths, chunk_size):
     starts = tuple(range(3, 3 + len(lengths)))
     captures = tuple(sorted({1, lengths[0], sum(lengths) - 1, sum(lengths)}))
     layout = RaggedLayout(lengths, starts, captures)
@@ -145,7 +146,7 @@ def test_gradients_in_float64(op, lengths):
 
     def call(*tensors):
         tensors, count = list(tensors), len(inputs)
-        return op.call(tensors[:count], tensors[count:-1], tensors[-1], layout, 8)
+        return op.call(tensors[:count], tensors[count:-1], tensors[-1], layout, chunk_size)
 
     assert torch.autograd.gradcheck(call, leaves, fast_mode=True, nondet_tol=0.0)
 
