@@ -44,7 +44,7 @@ from megatron_hybrid.utils.progress import progress as progress_bar
 
 
 @names_arguments()
-class DynamicInferenceEngine:
+class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
     """Serves a hybrid model with continuous batching and prefix sharing.
 
     One thread at a time may call it: a call during one of another thread raises `EngineBusyError`,
@@ -542,9 +542,6 @@ class DynamicInferenceEngine:
         self.adapters.close()
         self._guard.is_closed = True
         self._control.close()
-
-    def __enter__(self) -> "DynamicInferenceEngine":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
