@@ -48,9 +48,9 @@ def run() -> Iterator[Row]:
         for dtype in (torch.float32, torch.bfloat16):
             what = f"{name} ({pattern}), {str(dtype).removeprefix('torch.')}"
             yield row_of(what, random_model(pattern, dtype))
-    for fields in ({}, {"hidden_size": 512, **ONE}):
-        what = ", ".join(f"{name} {value}" for name, value in fields.items()) or "chunks of 64, 32"
-        yield row_of(f"a hybrid, {what}", random_model("MG*-W-", torch.float32, **fields))
+    chunks = {"mamba_chunk_size": 64, "linear_chunk_size": 32}
+    for what, fields in (("in chunks of 64 and 32", chunks), ("512 wide", {"hidden_size": 512})):
+        yield row_of(f"a hybrid {what}", random_model("MG*-W-", torch.float32, **fields))
 
 
 ONE = {"mamba_chunk_size": 1, "linear_chunk_size": 1}
@@ -72,7 +72,7 @@ def random_model(pattern: str, dtype: torch.dtype, **fields) -> HybridModel:
         "init_method_std": 0.1,
         "params_dtype": dtype,
     }
-    return small_model(pattern, **{**sizes, **(fields or ONE)})
+    return small_model(pattern, **{**sizes, **ONE, **fields})
 
 
 def row_of(what: str, model: HybridModel) -> Row:

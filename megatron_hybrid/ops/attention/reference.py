@@ -142,8 +142,8 @@ def _attend(
     tile = _tile_size(pattern, sinks_H, k, v)
     first, last = _keys_of(start, tile, pattern)[0], _keys_of(end - 1, tile, pattern)[1]
     k, v = (F.pad(t, (0, 0, first_key - first, last - end)) for t in (k, v))
-    outs = []
-    for begin in (start, *range(start - start % tile + tile, end, tile)):
+    begin, outs = start, []
+    while begin < end:
         low, high = _keys_of(begin, tile, pattern)
         rows = torch.arange(begin, min(high, end), device=q.device).unsqueeze(1)
         columns = torch.arange(low, high, device=q.device)
@@ -153,6 +153,7 @@ def _attend(
         keys, own = slice(low - first, high - first), slice(begin - start, high - start)
         o = _softmax_average(q[:, :, own], k[:, :, keys], v[:, :, keys], visible, pattern, sinks_H)
         outs.append(o.transpose(1, 2))
+        begin = high
     return join(outs, dim=1).to(q_bsHD.dtype)
 
 
@@ -164,9 +165,11 @@ def _tile_size(
 
 
 def _keys_of(position: int, tile: int, pattern: AttentionPattern) -> tuple[int, int]:
-    """First and end of the keys that a query is computed with: those of its tile."""
-    first = position // tile * tile
-    return max(0, pattern.first_visible(first)), first + tile
+    """First and end of the keys that a query is computed with: those of its tile, which is smaller
+    near the start of a sequence, so that a decode there reads few keys in vain."""
+    size = min(tile, max(SCORE_TILE, 1 << max(0, position.bit_length() - 3)))
+    first = position // size * size
+    return max(0, pattern.first_visible(first)), first + size
 
 
 def _is_fused(

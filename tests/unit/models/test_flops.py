@@ -21,13 +21,19 @@ def flops(model, num_tokens, num_pairs):
     return of_token * num_tokens + of_pair * num_pairs
 
 
+def set_tiles(monkeypatch, size):
+    """Let attention compute all pairs of so many tokens, no more and no fewer."""
+    for name in ("QUERY_TILE", "SCORE_TILE"):
+        monkeypatch.setattr(reference, name, size)
+
+
 def counted_parity(model, monkeypatch) -> float:
     """From the FLOPs of forward passes over T tokens, a T + b T^2: where b T reaches a. Attention
     is counted as if every token saw every other one, which is what its matrix products compute."""
     lengths = (32, 64, 128)
     counts = []
     for length in lengths:
-        monkeypatch.setattr(reference, "QUERY_TILE", length)  # whose rest would be counted, too
+        set_tiles(monkeypatch, length)
         counter = FlopCounterMode(display=False)
         # Of torch's kernels for attention it knows this one on a CPU.
         with counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
@@ -62,7 +68,7 @@ EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 20
 
 @pytest.mark.parametrize("pattern", ["*-", "*-/*-", "*-/*-/*-"])
 def test_flops_of_training_are_what_torch_counts(pattern, monkeypatch):
-    monkeypatch.setattr(reference, "QUERY_TILE", 64)
+    set_tiles(monkeypatch, 64)
     model = small_model(pattern).train()
     tokens = torch.tensor([random_tokens(64)]) % model.vocab_size
     counter = FlopCounterMode(display=False)
