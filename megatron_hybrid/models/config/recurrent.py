@@ -38,8 +38,8 @@ class Mamba2Fields(LayerFields):
     """Width of the causal convolution of a Mamba-2 layer."""
 
     mamba_chunk_size: Annotated[int, Range(ge=1)] = 64
-    """Tokens per chunk of the SSD scan: affects speed only, but for 1: token by token, so that a row
-    has the same bits in every cut, in decodes and in training (on a CPU)."""
+    """Tokens per chunk of the SSD scan: affects speed only. With 1, token by token, a row has the
+    same bits in every cut, in decodes and in training (on a CPU)."""
 
     mamba_conv_bias: bool = True
     """A bias in the convolution of a Mamba-2 layer."""
