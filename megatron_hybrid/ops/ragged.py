@@ -12,9 +12,9 @@ import torch
 
 from megatron_hybrid.ops.to_device import to_device
 
-# Batches of linear layers are padded to a multiple of this many rows: MKL's fp32 kernels then give
-# a row the same bits at any place and next to any other rows. Exceptions measured: with inputs of
-# 192 or wider, 8 rows differ from 16 or more; layers of 2 or 3 outputs.
+# Batches of linear layers are padded to a multiple of this many rows: a CPU's kernels for one row
+# round otherwise than those for several (in bf16; in fp32 where MKL_CBWR is not set, see
+# `megatron_hybrid/__init__.py`).
 ROW_ALIGNMENT = 8
 
 
