@@ -28,7 +28,6 @@ class KimiDeltaAttentionMixer(RecurrentMixer):
     """
 
     recompute_name = "kimi_delta_attention"
-    chunk_field = "linear_chunk_size"
 
     def __init__(self, config: HybridConfig, place: MixerPlace):
         key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
@@ -84,6 +83,11 @@ class KimiDeltaAttentionMixer(RecurrentMixer):
         if not self.config.kda_low_rank_gates:
             return self._modules[f"{name}_proj"](hidden_Th)[0]
         return self._modules[f"{name}_b_proj"](self._modules[f"{name}_a_proj"](hidden_Th))[0]
+
+    def training_reasons(self) -> tuple[str, ...]:
+        """Chunks, which are for gradients on a CPU."""
+        size = self.config.linear_chunk_size
+        return (f"linear_chunk_size is {size}: a trainer takes chunks",) if size > 1 else ()
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
         """[T, hidden] -> (output [T, hidden], bias or None)."""

@@ -29,3 +29,4 @@ def test_promises_name_what_rounds():
     for reason in ("mamba_chunk_size is", "recurrent_state_dtype is", "state_encoding is"):
         assert sum(each.startswith(reason) for each in rounded["serving"]) == 1
     assert ["latent" in each for each in rounded["training"]] == [True]
+    assert [len(reasons) for reasons in promises("K").values()] == [0, 1]
