@@ -132,6 +132,8 @@ class NoMixer:
 
     def cache_requirements(self): ...
 
+    cut_reasons = training_reasons = cache_requirements
+
 
 class OtherForward(Mixer):
     def __init__(self, config, place): ...
