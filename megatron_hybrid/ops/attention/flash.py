@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_hybrid.ops.activations import sigmoid
 from megatron_hybrid.ops.attention.pattern import AttentionPattern
 from megatron_hybrid.ops.attention.reference import aligned
 from megatron_hybrid.ops.attention.work import FEW_TOKENS
@@ -99,7 +100,7 @@ class _Attention(torch.autograd.Function):
         )
         if sinks_H is not None:
             sinks_H1 = sinks_H.to(lse_HT.dtype).unsqueeze(1)
-            part_THD = torch.sigmoid(lse_HT - sinks_H1).t().unsqueeze(-1)
+            part_THD = sigmoid(lse_HT - sinks_H1).t().unsqueeze(-1)
             out_THD = (out_THD * part_THD).to(out_THD.dtype)
             lse_HT = torch.logaddexp(lse_HT, sinks_H1)
         ctx.save_for_backward(q_THD, k_SKD, v_SKD, sinks_H, out_THD, lse_HT, *random)
