@@ -7,7 +7,7 @@ import warnings
 from importlib import import_module
 
 SUITES = (
-    *("latency", "decode", "bookkeeping", "host_cost", "door", "memory", "encodings", "tiers"),
+    *("latency", "decode", "host_cost", "door", "memory", "encodings", "tiers"),
     *("ranks", "server", "speculation", "bits", "training_step", "preprocess"),
 )
 

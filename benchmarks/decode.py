@@ -1,9 +1,7 @@
 """One decode step on the CPU, and that of the same weights in transformers.
 
-What bounds small batches: all are padded to 8 rows, so that a row has the same bits in each, and
-MKL takes 1.8 to 2.4 times as long for 8 rows as for one, in either layout of the product (fp32, 256
-wide, one thread). That is 60 % of Llama's difference at batch 1; the rest is paged attention's
-gather and the host's part of a step, some 0.4 ms.
+What bounds small batches: all are padded to 8 rows, so that a row has the same bits in each, which
+take MKL 1.8 to 2.4 times as long as one; then paged attention's gather, and the host's part.
 """
 
 import statistics

@@ -2,8 +2,6 @@
 docs/guides/quantized_weights.md.
 
     python -m benchmarks.quantized_sizes
-
-It computes from config.json files alone (`megatron-hybrid plan --weights`), in some seconds.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def test_a_refusal_is_a_fault_but_for_products_of_float32():
     assert row_of(OP.reference, verify=verify).fault == ""
     assert precisions == ["highest", "high"]
     assert torch.get_float32_matmul_precision() == "highest"
-    assert row_of(OP.reference, verify=lambda *inputs: "why not").fault == "refused: why not"
+    assert row_of(OP.reference, verify=lambda *inputs: "why not").fault == "mine refused: why not"
 
 
 def test_a_wrong_config_is_told_and_is_no_fault_if_it_is_left_out(monkeypatch):
