@@ -337,10 +337,7 @@ def test_errors_are_one_line_and_where_help_is(known, unknown, capsys):
         (["convert", "demo", "/dev/null"], "/dev/null is a file. Name a folder"),
         (["serve", "demo", "--max-model-len", "1"], "no --max-model-len: use --context\n"),
         (["explain", "x", "--prompt", "x", "--mode", "on"], "--mode: prefix_caching is 'on'"),
-        (
-            ["serve", "x", "--adapter", "a=b"],
-            "--max-adapters: max_adapters is 0; --adapter needs 1",
-        ),
+        (["serve", "x", "--adapter", "a=b"], "--max-adapters: max_adapters is 0; --adapter needs"),
         (["serve", "x", "--adapter", "a=b", "--max-adapters", "1"], "b has no adapters to read"),
     ],
 )

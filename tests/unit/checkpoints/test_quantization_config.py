@@ -100,10 +100,7 @@ def nested(**weights) -> dict:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (
-            COMPRESSED | {"transform_config": {"R1": {"type": "hadamard"}}},
-            r"transform_config=\{'R1",
-        ),
+        (COMPRESSED | {"transform_config": {"R1": {"type": "hadamard"}}}, r"transform_config=\{'R"),
         (COMPRESSED | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config.format='sp"),
         (COMPRESSED | {"moe_sparsity_config": {"layers": [3]}}, "moe_sparsity_config=.* not read"),
         (COMPRESSED | {"format": "marlin-24"}, "format='marlin-24'; float-quantized, .* are read"),

@@ -219,9 +219,7 @@ def test_an_index_reaches_no_other_folder(tmp_path, outside):
     folder.mkdir()
     save_file({"c": torch.zeros(4)}, tmp_path / "x.safetensors")
     write_index(sharded(folder), {"a": FIRST, "b": FIRST, "c": outside})
-    with pytest.raises(
-        CheckpointError, match=r"puts c into .* not the name of a file in its folder"
-    ):
+    with pytest.raises(CheckpointError, match=r"puts c into .* not the name of a file in its"):
         TensorFiles.open(folder)
 
 

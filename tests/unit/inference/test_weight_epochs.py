@@ -56,9 +56,7 @@ def test_an_engine_serves_the_parameters_of_a_wrapped_model(name, core_groups):
     with torch.no_grad():
         for parameter in outer.parameters():
             parameter.data.mul_(0.7)
-    with pytest.raises(
-        RuntimeError, match=r"eval\(\), or update_weights\(\) after a training step"
-    ):
+    with pytest.raises(RuntimeError, match=r"eval\(\), or update_weights\(\) after a training"):
         engine.generate([PROMPT], greedy(3))
     engine.update_weights()
     result = engine.generate([PROMPT], greedy(3))[0]

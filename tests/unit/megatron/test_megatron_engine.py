@@ -83,11 +83,7 @@ def test_an_id_of_an_unfinished_request_is_refused():
         (random_tokens(1025), {}, "max_sequence_length"),
         ([5], {"num_tokens_to_generate": -1}, "num_tokens_to_generate"),
         ([5], {"num_tokens_to_generate": "3"}, "SamplingParams.num_tokens_to_generate is '3'"),
-        (
-            [5],
-            {"temperature": float("nan")},
-            "SamplingParams.temperature is nan; it must be a number from 0",
-        ),
+        ([5], {"temperature": float("nan")}, "temperature is nan; it must be a number from 0"),
         ([5], {"top_n_logprobs": 3}, "top_n_logprobs"),
         ([5], {"do_kv_handoff": True}, "do_kv_handoff"),
         ([5], {"stop_words": [""]}, "stop_words"),
