@@ -77,8 +77,26 @@ class Prompt:
         return True
 
 
+OPENED = []
+"""Tiers of a test, which are closed after it."""
+
+
+@pytest.fixture(autouse=True)
+def all_is_closed():
+    yield
+    while OPENED:
+        OPENED.pop().store.close()
+
+
 def open_tier(folder, capacity=1 << 30, made_for=MADE_FOR):
-    return disk_tier(DiskStore(folder, PAGE, made_for), SPEC, capacity)
+    OPENED.append(disk_tier(DiskStore(folder, PAGE, made_for), SPEC, capacity))
+    return OPENED[-1]
+
+
+def open_again(folder, **options):
+    """Once what was opened last is closed."""
+    OPENED[-1].store.close()
+    return open_tier(folder, **options)
 
 
 @pytest.fixture
@@ -97,10 +115,8 @@ def test_what_was_written_is_there_after_a_restart(filled):
     assert not tier.store.problems
     assert Prompt(10).keep_in(tier)
     assert Prompt(10).is_right_in(tier)  # also while it is on its way
-    tier.store.close()
-    tier = open_tier(filled)
+    tier = open_again(filled)
     assert all(Prompt(i).is_right_in(tier) for i in range(11))
-    tier.store.close()
 
 
 def test_the_file_is_cut_to_a_smaller_limit(filled, monkeypatch):
@@ -126,7 +142,6 @@ def test_the_file_is_cut_to_a_smaller_limit(filled, monkeypatch):
     assert Prompt(7).keep_in(tier)
     tier.store.flush()
     assert Prompt(7).is_right_in(tier)
-    tier.store.close()
 
 
 def write_for_ever(folder, capacity, told):
@@ -168,7 +183,6 @@ def test_kill_minus_9_loses_at_most_what_was_on_its_way(tmp_path, kill_after, cr
         assert right[: flushed[-1] + 1] == list(range(flushed[-1] + 1))
     assert not tier.store.problems  # every page of every record is as it was
     assert Prompt(10**6).keep_in(tier)
-    tier.store.close()
 
 
 @pytest.mark.parametrize("name", ["pages.bin", "index.sqlite3"])
@@ -210,10 +224,8 @@ def test_a_file_that_was_cut_off(filled, name, share):
         assert not right
         assert not share or "damaged, so its records are lost" in tier.store.problems[0]
     assert Prompt(11).keep_in(tier)
-    tier.store.close()
-    tier = open_tier(filled)
+    tier = open_again(filled)
     assert Prompt(11).is_right_in(tier) and not tier.store.problems
-    tier.store.close()
 
 
 # Folders that are not ours ---------------------------------------------------------------------
@@ -284,8 +296,7 @@ def test_what_other_weights_made_never_fits(filled):
     tier = open_tier(filled)
     tier.clear()
     tier.store.rebind(OTHER_WEIGHTS)
-    tier.store.close()
-    tier = open_tier(filled, made_for=OTHER_WEIGHTS)
+    tier = open_again(filled, made_for=OTHER_WEIGHTS)
     assert not tier.num_records
     tier.store.close()
     (filled / "index.sqlite3").write_bytes(old)
@@ -295,7 +306,6 @@ def test_what_other_weights_made_never_fits(filled):
     index.close()
     tier = open_tier(filled, made_for=OTHER_WEIGHTS)
     assert not any(Prompt(i).is_right_in(tier) for i in range(10))
-    tier.store.close()
 
 
 def test_bytes_of_one_record_do_not_fit_another(filled):
@@ -304,7 +314,6 @@ def test_bytes_of_one_record_do_not_fit_another(filled):
     placed = tier.store._placed
     placed[first.key] = dataclasses.replace(placed[second.key], record=first)
     assert tier.store.get(first).result() is None
-    tier.store.close()
 
 
 def test_what_cannot_be_told_of_the_new_weights_is_not_written(filled, monkeypatch):
@@ -318,7 +327,6 @@ def test_what_cannot_be_told_of_the_new_weights_is_not_written(filled, monkeypat
     monkeypatch.undo()
     tier = open_tier(filled)  # still for the old ones, and empty
     assert not tier.find(Prompt(3).keys)
-    tier.store.close()
 
 
 @pytest.mark.parametrize("by_another", [False, True])
@@ -339,7 +347,6 @@ def test_a_folder_that_was_removed_is_told(filled, by_another):
     if by_another:
         assert listing(filled) == before
         other.store.close()
-    tier.store.close()
 
 
 def test_two_engines_do_not_share_a_folder(filled):
@@ -349,7 +356,7 @@ def test_two_engines_do_not_share_a_folder(filled):
     with pytest.raises(CacheFolderError, match=message):
         open_tier(filled)
     tier.store.close()
-    open_tier(filled).store.close()
+    open_tier(filled)
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
@@ -395,7 +402,7 @@ def test_a_store_is_closed_by_its_own_threads(filled):
     for thread in threading.enumerate():
         if thread.name == "cache-close":
             thread.join(LIMIT_S)
-    open_tier(filled).store.close()
+    open_tier(filled)
 
 
 def test_the_files_are_for_their_owner(filled):
@@ -434,7 +441,6 @@ def test_the_folder_may_be_a_link(filled, tmp_path):
     (tmp_path / "link").symlink_to(filled)
     tier = open_tier(tmp_path / "link")
     assert Prompt(3).is_right_in(tier)
-    tier.store.close()
 
 
 def fails(error):
@@ -456,7 +462,7 @@ def test_a_folder_that_could_not_be_loaded_can_be_opened_again(filled, monkeypat
     with pytest.raises((CacheFolderError, ZeroDivisionError), match=told):
         open_tier(filled)
     monkeypatch.undo()
-    open_tier(filled).store.close()
+    open_tier(filled)
 
 
 # A disk without space ----------------------------------------------------------------------------
@@ -492,7 +498,6 @@ def test_a_full_disk_can_be_read(filled, full):
     tier = open_tier(filled)
     assert all(Prompt(i).is_right_in(tier) for i in range(10))  # the drop could not be noted
     assert not tier.store.problems
-    tier.store.close()
 
 
 def test_a_new_folder_on_a_full_disk_is_refused(tmp_path, monkeypatch):
@@ -501,7 +506,7 @@ def test_a_new_folder_on_a_full_disk_is_refused(tmp_path, monkeypatch):
     with pytest.raises(CacheFolderError, match=r"disk is full.* disk with free space"):
         open_tier(tmp_path / "cache")
     monkeypatch.undo()
-    open_tier(tmp_path / "cache").store.close()
+    open_tier(tmp_path / "cache")
 
 
 @pytest.mark.parametrize("by", ["time", "recover"])
@@ -532,11 +537,9 @@ def test_a_disk_with_space_again_is_written_again(filled, full, monkeypatch, by)
     assert Prompt(10).keep_in(tier) and Prompt(11).keep_in(tier)
     tier.store.recover()
     tier.store.flush()
-    tier.store.close()
-    tier = open_tier(filled)
+    tier = open_again(filled)
     assert [i for i in range(12) if Prompt(i).is_right_in(tier)] == [0, 1, 2, *range(4, 12)]
     assert not tier.store.problems
-    tier.store.close()
 
 
 def test_what_sqlite_says_of_a_full_disk_is_told_as_such(filled):
@@ -552,10 +555,8 @@ def test_what_sqlite_says_of_a_full_disk_is_told_as_such(filled):
     assert error.value.errno == 28
     index._connection.execute("PRAGMA max_page_count = 1000000")
     assert Prompt(10).keep_in(tier)
-    tier.store.close()
-    tier = open_tier(filled)
+    tier = open_again(filled)
     assert all(Prompt(i).is_right_in(tier) for i in range(11))
-    tier.store.close()
 
 
 @pytest.fixture
@@ -612,12 +613,10 @@ def test_what_found_no_room_makes_room_for_the_index(tmp_path, small_disk):
     forget_unwritten(tier)
     assert not tier.store.was_full()
     assert Prompt(100).is_right_in(tier)
-    tier.store.close()
-    tier = open_tier(tmp_path)
+    tier = open_again(tmp_path)
     right = [j for j in range(i + 1) if Prompt(j).is_right_in(tier)]
     assert len(right) == len(before) - 1 and Prompt(100).is_right_in(tier)
     assert not tier.store.problems
-    tier.store.close()
 
 
 def test_where_there_is_no_room_for_the_index_the_last_records_make_it(filled, small_disk):
@@ -633,11 +632,9 @@ def test_where_there_is_no_room_for_the_index_the_last_records_make_it(filled, s
     assert Prompt(19).is_right_in(tier)
     right = [i for i in range(20) if Prompt(i).is_right_in(tier)]
     assert len(right) >= 3  # sqlite's log has the size of three
-    tier.store.close()
-    tier = open_tier(filled)
+    tier = open_again(filled)
     assert [i for i in range(20) if Prompt(i).is_right_in(tier)] == right
     assert not tier.store.problems
-    tier.store.close()
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError("no room")])
@@ -653,7 +650,6 @@ def test_a_read_that_fails_is_told_and_can_be_tried_again(filled, monkeypatch, e
     assert all(str(error) in problem for problem in tier.store.problems)
     monkeypatch.undo()
     assert Prompt(3).is_right_in(tier)
-    tier.store.close()
 
 
 def test_reads_may_come_in_parts(filled, monkeypatch):
@@ -661,7 +657,6 @@ def test_reads_may_come_in_parts(filled, monkeypatch):
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, parts, at: preadv(fd, [parts[0][:100]], at))
     assert all(Prompt(i).is_right_in(tier) for i in range(10))
-    tier.store.close()
 
 
 def test_whatever_stops_the_writer_nobody_waits_for_it_for_ever(filled):
@@ -687,10 +682,8 @@ def test_whatever_stops_the_writer_nobody_waits_for_it_for_ever(filled):
     thread.join(LIMIT_S)
     assert "the device is gone" in told[0]
     assert not Prompt(11).keep_in(tier)
-    tier.store.close()
-    tier = open_tier(filled)
+    tier = open_again(filled)
     assert all(Prompt(i).is_right_in(tier) for i in range(10))
-    tier.store.close()
 
 
 def test_no_file_grows_with_what_has_gone(tmp_path):
@@ -705,7 +698,6 @@ def test_no_file_grows_with_what_has_gone(tmp_path):
     tier = open_tier(tmp_path)
     assert [i for i in range(100) if Prompt(i).is_right_in(tier)] == [96, 97, 98, 99]
     assert not tier.store.problems
-    tier.store.close()
 
 
 def test_a_record_that_went_and_came_again_follows_its_parent(tmp_path):
@@ -714,7 +706,5 @@ def test_a_record_that_went_and_came_again_follows_its_parent(tmp_path):
     tier.remove(tier.find(Prompt(1).keys).chain()[0])
     assert Prompt(2).keep_in(tier)  # takes the pages
     assert Prompt(1).keep_in(tier)
-    tier.store.close()
-    tier = open_tier(tmp_path)
+    tier = open_again(tmp_path)
     assert Prompt(1).is_right_in(tier) and Prompt(2).is_right_in(tier)
-    tier.store.close()
