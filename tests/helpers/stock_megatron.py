@@ -319,6 +319,11 @@ def mamba_model(config, max_sequence_length=512):
     )
 
 
+def transformer_layer(**parts):
+    """core's TransformerLayer of these parts alone."""
+    return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(**parts))
+
+
 def hybrid_model(config, pattern, *, mixer=None, max_sequence_length=512, **arguments):
     """MambaModel (0.16) or HybridModel (0.19) of a TransformerConfig, local layers; use in
     `on_cpu`.
@@ -349,16 +354,11 @@ def hybrid_model(config, pattern, *, mixer=None, max_sequence_length=512, **argu
                     [ModuleSpec(module=MultiTokenPredictionLayer, submodules=prediction)]
                 ),
             ),
-            "gdn_layer": ModuleSpec(
-                module=TransformerLayer,
-                submodules=TransformerLayerSubmodules(
-                    input_layernorm=WrappedTorchNorm,
-                    self_attention=ModuleSpec(module=GatedDeltaNet, submodules=GDN_SUBMODULES),
-                    self_attn_bda=get_bias_dropout_add,
-                    sharded_state_dict_keys_map={
-                        "input_layernorm.": "self_attention.in_proj.layer_norm_"
-                    },
-                ),
+            "gdn_layer": transformer_layer(
+                input_layernorm=WrappedTorchNorm,
+                self_attention=ModuleSpec(module=GatedDeltaNet, submodules=GDN_SUBMODULES),
+                self_attn_bda=get_bias_dropout_add,
+                sharded_state_dict_keys_map=_fused_keys("in_proj", True),
             ),
         }
         if config.multi_latent_attention:
@@ -366,22 +366,16 @@ def hybrid_model(config, pattern, *, mixer=None, max_sequence_length=512, **argu
                 multi_latent_attention=True, normalization="RMSNorm"
             ).submodules.self_attention
             latent.submodules.core_attention = PlainCoreAttention
-            kinds["mla_layer"] = ModuleSpec(
-                module=TransformerLayer,
-                submodules=TransformerLayerSubmodules(
-                    input_layernorm=WrappedTorchNorm,
-                    self_attention=latent,
-                    self_attn_bda=get_bias_dropout_add,
-                ),
+            kinds["mla_layer"] = transformer_layer(
+                input_layernorm=WrappedTorchNorm,
+                self_attention=latent,
+                self_attn_bda=get_bias_dropout_add,
             )
     if config.num_moe_experts is not None:
-        kinds["moe_layer"] = ModuleSpec(
-            module=TransformerLayer,
-            submodules=TransformerLayerSubmodules(
-                pre_mlp_layernorm=WrappedTorchNorm,
-                mlp=moe_spec(config),
-                mlp_bda=get_bias_dropout_add,
-            ),
+        kinds["moe_layer"] = transformer_layer(
+            pre_mlp_layernorm=WrappedTorchNorm,
+            mlp=moe_spec(config),
+            mlp_bda=get_bias_dropout_add,
         )
     spec = ModuleSpec(
         module=stack_module.MambaStack,
@@ -401,26 +395,21 @@ def hybrid_model(config, pattern, *, mixer=None, max_sequence_length=512, **argu
                     sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
                 ),
             ),
-            attention_layer=ModuleSpec(
-                module=TransformerLayer,
-                submodules=TransformerLayerSubmodules(
-                    input_layernorm=WrappedTorchNorm,
-                    self_attention=ModuleSpec(
-                        module=SelfAttention,
-                        params={"attn_mask_type": AttnMaskType.causal},
-                        submodules=SelfAttentionSubmodules(
-                            linear_qkv=ColumnParallelLinear,
-                            core_attention=PlainCoreAttention,
-                            linear_proj=RowParallelLinear,
-                            q_layernorm=head_norm,
-                            k_layernorm=head_norm,
-                        ),
+            attention_layer=transformer_layer(
+                input_layernorm=WrappedTorchNorm,
+                self_attention=ModuleSpec(
+                    module=SelfAttention,
+                    params={"attn_mask_type": AttnMaskType.causal},
+                    submodules=SelfAttentionSubmodules(
+                        linear_qkv=ColumnParallelLinear,
+                        core_attention=PlainCoreAttention,
+                        linear_proj=RowParallelLinear,
+                        q_layernorm=head_norm,
+                        k_layernorm=head_norm,
                     ),
-                    self_attn_bda=get_bias_dropout_add,
-                    sharded_state_dict_keys_map={
-                        "input_layernorm.": "self_attention.linear_qkv.layer_norm_"
-                    },
                 ),
+                self_attn_bda=get_bias_dropout_add,
+                sharded_state_dict_keys_map=_fused_keys("linear_qkv", True),
             ),
             mlp_layer=ModuleSpec(
                 module=MLPLayer,

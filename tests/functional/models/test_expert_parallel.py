@@ -4,13 +4,10 @@ on all ranks and with different ones."""
 import pytest
 import torch
 import torch.distributed as dist
+from core_training import data_parallel
 from matrix import asked, matrix_rows
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 from rank_processes import train_on_ranks
 from router_losses import forget_losses, take_losses
@@ -113,7 +110,7 @@ class EngineContext(UncachedContext):
 
 def gradients(model, inputs, labels):
     """Loss, and whole gradients by name under core's data parallelism."""
-    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    wrapped = data_parallel(model)
     wrapped.zero_grad_buffer()
     loss = wrapped(inputs, labels=labels).mean()
     loss.backward()

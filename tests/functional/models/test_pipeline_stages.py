@@ -3,13 +3,10 @@ what one process gives under core's own schedule."""
 
 import pytest
 import torch
+from core_training import data_parallel, mean_loss_step
 from matrix import asked, matrix_rows
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from rank_processes import train_on_ranks
 from sharded_tensors import pieces
@@ -77,16 +74,6 @@ def logits_step(batches, model):
     return model(inputs, runtime_gather_output=True), lambda logits, non_loss_data: logits
 
 
-def loss_step(batches, model):
-    inputs, labels = next(batches)
-
-    def loss(losses):
-        mean = losses.mean()
-        return mean, {"loss": mean.detach().clone()}  # core divides `mean` in place
-
-    return model(inputs, labels=labels), loss
-
-
 def finalize(chunks, *args, **kwargs):
     finalize_model_grads(chunks, *args, **kwargs)
     for chunk in chunks:
@@ -105,9 +92,8 @@ def run_layout(folder, name, sizes):
     load_checkpoint(model, folder)
     save_checkpoint(model, folder / name)
     sharded = sharded_pieces(model)
-    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    wrapped = data_parallel(model, finalize=finalize)
     wrapped.zero_grad_buffer()
-    config.finalize_model_grads_func = finalize
     group = parallel_state.get_data_parallel_group()
     own = micro_batches()[group.rank() :: group.size()]
     schedule = dict(
@@ -125,9 +111,8 @@ def run_layout(folder, name, sizes):
         collect_non_loss_data=True,
         **schedule,
     )
-    losses = run(
-        forward_step_func=loss_step, data_iterator=iter(own), forward_only=False, **schedule
-    )
+    schedule |= dict(forward_step_func=mean_loss_step, data_iterator=iter(own))
+    losses = run(forward_only=False, **schedule)
     result = {
         "place": (stage, model.pg_collection.tp.rank(), group.rank()),
         "size": group.size(),

@@ -2,12 +2,8 @@
 
 import pytest
 import torch
+from core_training import data_parallel, ignore_warnings_of_core
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
 from rank_processes import run_micro_batches, train_on_ranks
 from reference import greedy, tiny_engine
 from small_models import small_config
@@ -18,9 +14,7 @@ from megatron_hybrid.checkpoints.model_tensors import full_state_dict
 from megatron_hybrid.models import hybrid_model
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
-WARNINGS = "ignore::FutureWarning", "ignore::UserWarning:torch.distributed.*", "ignore:The .grad"
-
-pytestmark = [pytest.mark.matrix, pytest.mark.filterwarnings(*WARNINGS)]
+pytestmark = [pytest.mark.matrix, ignore_warnings_of_core]
 
 RANKS, LENGTH, MICRO_BATCHES, STEPS = 2, 23, 2, 3
 LAYOUTS = {
@@ -39,8 +33,7 @@ def train(folder, layout):
     own = build_hybrid_model(config)
     load_checkpoint(own, folder / "weights")
     hybrid_model.LOSS_BYTES = 4 * 61 * (5 if sizes else LENGTH)  # ranks: by some rows at a time
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(), own)
-    config.finalize_model_grads_func = finalize_model_grads
+    model = data_parallel(own)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     losses = []
 

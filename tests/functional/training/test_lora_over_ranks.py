@@ -5,16 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.optimizer import (
-    OptimizerConfig,
-    get_megatron_optimizer,
-    get_standard_config_overrides,
-)
+from core_training import adam_of, data_parallel, ignore_warnings_of_core
+from megatron.core.distributed import finalize_model_grads
 from rank_processes import train_on_ranks
 from safetensors.torch import load_file
 from small_models import small_config
@@ -33,14 +25,7 @@ from megatron_hybrid.training.lora import (
     save_adapters,
 )
 
-pytestmark = [
-    pytest.mark.matrix,
-    pytest.mark.filterwarnings(
-        "ignore::FutureWarning",
-        "ignore::UserWarning:torch.distributed.*",
-        "ignore:The .grad attribute",
-    ),
-]
+pytestmark = [pytest.mark.matrix, ignore_warnings_of_core]
 RANKS = 2
 PATTERN = "MGKS*+W-H"
 MORE = {"num_query_groups": 1}  # which both ranks hold
@@ -61,15 +46,10 @@ def build(folder, **sizes):
 
 def core_model(model):
     """The model under core's data parallelism, and its optimizer."""
-    ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=1e-2,
-        weight_decay=0.1,
-        adam_eps=1e-5,  # with 1e-8, gradients of rounding alone move as far as the others
-        clip_grad=0.0,  # core counts the rows that both ranks hold twice in the norm
-    )
-    return ddp, get_megatron_optimizer(config, [ddp], get_standard_config_overrides(config))
+    ddp = data_parallel(model)
+    # With an epsilon of 1e-8, gradients of rounding alone move as far as the others; and in the
+    # norm core counts the rows that both ranks hold twice.
+    return ddp, adam_of(ddp, lr=1e-2, weight_decay=0.1, adam_eps=1e-5, clip_grad=0.0)
 
 
 def step(ddp, optimizer):

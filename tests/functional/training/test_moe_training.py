@@ -6,18 +6,9 @@ In fp32 rounding alone would choose other experts, from which the losses part.
 import pytest
 import torch
 import torch.distributed as dist
+from core_training import adam_of, data_parallel, ignore_warnings_of_core, mean_loss_step
 from matrix import asked, matrix_rows
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.optimizer import (
-    OptimizerConfig,
-    get_megatron_optimizer,
-    get_standard_config_overrides,
-)
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from rank_processes import run_micro_batches, train_on_ranks
 from router_losses import forget_losses, take_losses
@@ -26,10 +17,7 @@ from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpo
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
-# Core calls torch by older names, and reads the gradients of views.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning", "ignore::UserWarning:torch.distributed.*", "ignore:The .grad attribute"
-)
+pytestmark = ignore_warnings_of_core
 
 RANKS, STEPS, MICRO_BATCHES, LENGTH, VOCAB_SIZE = 2, 4, 4, 24, 61
 ADAM = dict(lr=1e-2, weight_decay=0.1, eps=1e-5)
@@ -90,18 +78,16 @@ def train_with_core(folder, sizes):
     )
     forget_losses()
     own = load(folder, **sizes)
-    model = DistributedDataParallel(own.config, DistributedDataParallelConfig(), own)
+    model = data_parallel(own)
     fields = dict(lr=ADAM["lr"], weight_decay=ADAM["weight_decay"], adam_eps=ADAM["eps"])
     # Without clipping, which core asserts to be of fp32 gradients.
-    config = OptimizerConfig(optimizer="adam", clip_grad=0.0, **fields)
-    optimizer = get_megatron_optimizer(config, [model], get_standard_config_overrides(config))
-    own.config.finalize_model_grads_func = finalize_model_grads
+    optimizer = adam_of(model, clip_grad=0.0, **fields)
     group, rows = parallel_state.get_data_parallel_group(), []
     for step in range(STEPS):
         model.zero_grad_buffer()
         optimizer.zero_grad()
         batches = micro_batches(step)[group.rank() :: group.size()]
-        outputs = run_micro_batches(forward_step, model, batches, LENGTH)
+        outputs = run_micro_batches(mean_loss_step, model, batches, LENGTH)
         _, norm, _ = optimizer.step()
         loss = torch.stack([output["loss"] for output in outputs]).mean()
         dist.all_reduce(loss, group=group)
@@ -109,16 +95,6 @@ def train_with_core(folder, sizes):
         losses = {name: values / len(batches) for name, values in losses.items()}
         rows.append((loss.item() / group.size(), float(norm), losses))
     return rows, {name: b for name, b in own.named_buffers() if name.endswith("expert_bias")}
-
-
-def forward_step(batches, model):
-    inputs, labels = next(batches)
-
-    def loss(losses):
-        mean = losses.mean()
-        return mean, {"loss": mean.detach().clone()}
-
-    return model(inputs, labels=labels), loss
 
 
 def run_all(folder, names):

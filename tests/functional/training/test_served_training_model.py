@@ -2,13 +2,8 @@
 
 import pytest
 import torch
+from core_training import adam_of, data_parallel
 from matrix import matrix_rows
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import (
-    OptimizerConfig,
-    get_megatron_optimizer,
-    get_standard_config_overrides,
-)
 from megatron.core.transformer.module import Float16Module
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 from stock_megatron import core_groups
@@ -44,17 +39,10 @@ def test_steps_of_the_optimizer_begin_epochs(dtype, is_distributed, is_told):
     model = tiny_model.__wrapped__("MG*-", params_dtype=DTYPES[dtype])
     inner = Float16Module(model.config, model) if dtype == "bf16" else model
     with core_cpu_patch():
-        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=is_distributed)
-        wrapped = DistributedDataParallel(model.config, ddp_config, inner)
-        config = OptimizerConfig(
-            optimizer="adam",
-            lr=3e-2,
-            bf16=dtype == "bf16",
-            use_distributed_optimizer=is_distributed,
-            params_dtype=DTYPES[dtype],
-        )
-        overrides = get_standard_config_overrides(config)
-        optimizer = get_megatron_optimizer(config, [wrapped], overrides)
+        shared = {"use_distributed_optimizer": is_distributed}
+        wrapped = data_parallel(model, inner, **shared)
+        fields = {"bf16": dtype == "bf16", "params_dtype": DTYPES[dtype], **shared}
+        optimizer = adam_of(wrapped, lr=3e-2, **fields)
         engine = tiny_engine([wrapped])
         for epoch in range(3):
             first, again = (engine.generate([PROMPT], greedy(4))[0] for _ in range(2))

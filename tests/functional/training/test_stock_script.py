@@ -4,13 +4,9 @@ from functools import partial
 
 import pytest
 import torch
+from core_training import data_parallel, ignore_warnings_of_core
 from megatron.core import parallel_state
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model
 from rank_processes import run_micro_batches, train_on_ranks
@@ -19,9 +15,7 @@ from small_models import small_config
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning", "ignore::UserWarning:torch.distributed.*", "ignore:The .grad attribute"
-)
+pytestmark = ignore_warnings_of_core
 
 LENGTH, MICRO_BATCHES, STEPS, EOD = 20, 2, 3, 60
 PATTERN = "M*|G-|W"
@@ -89,8 +83,7 @@ def losses(folder, num_stages: int, resets: bool, packed: bool, **fields) -> lis
     config = small_config(pattern, **sizes, calculate_per_token_loss=True, **fields)
     model = build_hybrid_model(config)
     load_checkpoint(model, folder / "weights", cast=True)
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
-    config.finalize_model_grads_func = finalize_model_grads
+    model = data_parallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=3e-2)
     sums = []
     for _ in range(STEPS):
