@@ -22,6 +22,11 @@ LIMIT_S = 300
 """Seconds after which a command hangs."""
 
 
+def run_python(code: str, **options) -> subprocess.CompletedProcess[str]:
+    """Run code in a new Python; what it prints comes back as text."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **options)
+
+
 class Command:
     """A command that runs.
 

@@ -2,13 +2,13 @@
 
 import importlib
 import importlib.util
-import subprocess
 import sys
 import textwrap
 import warnings
 
 import pytest
 import torch
+from commands import run_python
 from megatron.core import package_info
 
 from megatron_hybrid import compat
@@ -174,9 +174,7 @@ def test_importing_warns_of_nothing_loads_no_compiler_and_draws_no_number():
                 importlib.import_module(module.name)
         assert random.getstate() == drawn
         """
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True
-    )
+    result = run_python(textwrap.dedent(script))
     assert (result.returncode, result.stderr) == (0, "")
 
 

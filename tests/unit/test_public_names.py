@@ -1,12 +1,11 @@
 """`import megatron_hybrid`: the names it offers, and what it does not wait for."""
 
 import ast
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from commands import run_python
 
 import megatron_hybrid
 
@@ -41,12 +40,7 @@ def test_an_unknown_name_cannot_be_imported():
 )
 def test_starts_without_torch_and_megatron_core(script):
     loaded = "[name for name in ('torch', 'megatron', 'rich', 'tokenizers') if name in sys.modules]"
-    result = subprocess.run(
-        [sys.executable, "-c", f"import sys; {script}; print({loaded})"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    result = run_python(f"import sys; {script}; print({loaded})", check=True)
     assert result.stdout == "[]\n"
 
 
@@ -61,7 +55,5 @@ for name in names:
     except ImportError as error:
         print(str(error).split(",")[0])
 """
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
+    result = run_python(script, check=True)
     assert result.stdout == "megatron_hybrid is built on megatron-core\n" * 4

@@ -1,10 +1,9 @@
 """Invariant 7: what is decided depends on the requests, not on the process that decides."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+from commands import run_python
 from differential import RandomRun
 
 HELPERS = Path(__file__).parents[2] / "helpers"
@@ -25,12 +24,8 @@ def test_invariant_7_processes_with_other_hash_seeds_decide_alike():
     paths = (HELPERS, HELPERS.parents[1], Path(__file__).parent, os.environ.get("PYTHONPATH", ""))
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     path = os.pathsep.join(map(str, paths))
-    other = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT],
-        env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
+    environment["OMP_NUM_THREADS"] = "1"
+    other = run_python(SCRIPT, env=os.environ | environment, check=True)
     assert " ".join(["decided", *map(str, decided())]) in other.stdout
     assert f"hash {hash('a salt')}" not in other.stdout  # strings do hash differently in them

@@ -3,10 +3,10 @@ refused with both numbers."""
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
+from commands import run_python
 
 SCRIPT = """
 import resource
@@ -35,13 +35,8 @@ with DynamicInferenceEngine(model, tokenizer) as engine:
 
 @pytest.mark.matrix
 def test_an_engine_stays_below_an_address_space_limit():
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)}
+    run = run_python(SCRIPT, env=environment, timeout=600)
     assert run.returncode == 0, run.stderr
     refusal, answer = run.stdout.splitlines()
     assert re.match(

@@ -2,8 +2,6 @@
 
 import asyncio
 import gc
-import subprocess
-import sys
 import threading
 import time
 from contextlib import aclosing
@@ -12,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from commands import run_python
 from coroutines import in_loop
 from differential import InjectedError
 from forks import in_fork
@@ -596,12 +595,7 @@ async def begin():
 loop.run_until_complete(begin())
 """
     helpers = Path(__file__).parents[2] / "helpers"
-    result = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.append({str(helpers)!r}){script}"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    result = run_python(f"import sys; sys.path.append({str(helpers)!r}){script}", check=True)
     waited, ended = result.stdout.splitlines()
     assert "closed before this request was answered" in waited
     assert ended == "ended early: True"

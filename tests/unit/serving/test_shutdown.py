@@ -2,13 +2,12 @@
 
 import asyncio
 import logging
-import subprocess
-import sys
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import uvicorn
+from commands import run_python
 from waiting import LIMIT_S
 
 from megatron_hybrid.serving import end_steps, service, shutdown
@@ -124,9 +123,7 @@ with EndSignal() as end:
     end.end_within(0.3)
     while True: pass
 """
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S
-    )
+    result = run_python(script, timeout=LIMIT_S)
     assert result.returncode == 1 and "line 5" in result.stderr
 
 
