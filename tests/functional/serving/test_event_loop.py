@@ -6,7 +6,7 @@ from functools import wraps
 
 import httpx
 import pytest
-from http_server import demo_service, running_server
+from http_server import demo_service
 from waiting import LIMIT_S
 
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
@@ -70,12 +70,6 @@ def requests():
     yield "/v1/completions/render", {"prompt": [300] * 20_000}
     yield "/v1/chat/completions/render", CHAT
     yield "/cache/explain", {"prompt": "Once"}
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running_server() as server:
-        yield server
 
 
 def test_what_takes_long_runs_beside_the_event_loop(server, threads, monkeypatch):

@@ -13,12 +13,6 @@ STORY = "Once upon a time there was a king who had three daughters, and "
 COUNTS = ("prompt_tokens", "skipped_tokens", "generation_tokens")
 
 
-@pytest.fixture(scope="module")
-def server():
-    with running_server() as server:
-        yield server
-
-
 @pytest.fixture
 def bench(server, tmp_path):
     """rows of a file, options -> exit status, what --json wrote."""

@@ -7,17 +7,10 @@ from typing import Literal
 import openai
 import pydantic
 import pytest
-from http_server import running_server
 
 from megatron_hybrid.inference.sampling_params import SamplingParams
 
 PROMPT = "Once upon a time there was a king who had three daughters, and the youngest of them"
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running_server() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

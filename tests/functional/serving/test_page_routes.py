@@ -6,7 +6,6 @@ import logging
 import re
 
 import httpx
-import pytest
 from http_server import running_server
 from waiting import LIMIT_S
 
@@ -15,12 +14,6 @@ from megatron_hybrid.serving.service import Service
 
 SECRET = "Rumpelstiltskin"
 POLLED = ("/requests", "/cache/tree", "/cache/history")
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running_server() as server:
-        yield server
 
 
 def complete(server, prompt: str | list[str], **options) -> dict:
