@@ -38,12 +38,6 @@ def test_none_where_nothing_went_unused():
     sim.run(tokens(100))
     assert report_of(sim, tokens(100)).miss_reason is None
     assert report_of(sim, joined(tokens(100), tokens(9, 1))).miss_reason is None
-    assert lost(sim) == {}
-
-
-def test_no_shared_prefix():
-    sim = simulator()
-    sim.run(tokens(100))
     assert report_of(sim, tokens(100, 1)).miss_reason is MissReason.NO_SHARED_PREFIX
     assert lost(sim) == {}  # there was nothing to lose
 
@@ -71,28 +65,22 @@ def test_what_had_to_be_computed_anyway_was_lost_to_nothing_else(mode, recompute
     assert lost(sim) == {reason: 10 + 10}
 
 
-def test_state_never_saved():
-    sim = simulator()
+@pytest.mark.parametrize(
+    ("evicted", "length", "reason"),
+    [
+        (0, 90, MissReason.STATE_NEVER_SAVED),
+        (1, 100, MissReason.STATE_EVICTED),  # on which all of the KV hangs
+        (10_000, 100, MissReason.KV_EVICTED),
+    ],
+)
+def test_a_state_or_kv_that_is_not_there(evicted, length, reason):
+    sim, prompt = simulator(), tokens(100)[:length]
     sim.run(tokens(100))
-    assert report_of(sim, tokens(100)[:90]).miss_reason is MissReason.STATE_NEVER_SAVED
-    assert lost(sim) == {MissReason.STATE_NEVER_SAVED: 90}
-
-
-def test_state_evicted():
-    sim = simulator()
-    sim.run(tokens(100))
-    sim.cache.evict(1)  # the state, on which all of the KV hangs
-    assert "100  evicted     end of a prompt" in str(sim.cache.explain(tokens(100)))
-    assert report_of(sim, tokens(100)).miss_reason is MissReason.STATE_EVICTED
-    assert lost(sim) == {MissReason.STATE_EVICTED: 100}
-
-
-def test_kv_evicted():
-    sim = simulator()
-    sim.run(tokens(100))
-    sim.cache.evict(10_000)
-    assert report_of(sim, tokens(100)).miss_reason is MissReason.KV_EVICTED
-    assert lost(sim) == {MissReason.KV_EVICTED: 100}
+    sim.cache.evict(evicted)
+    if reason is MissReason.STATE_EVICTED:
+        assert "100  evicted     end of a prompt" in str(sim.cache.explain(prompt))
+    assert report_of(sim, prompt).miss_reason is reason
+    assert lost(sim) == {reason: length}
 
 
 def test_in_flight():

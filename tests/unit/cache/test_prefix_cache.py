@@ -35,6 +35,8 @@ def test_bad_arguments_are_named():
         PrefixCache(HYBRID, 10, "on")
     with pytest.raises(ValueError, match="num_pages is 1"):
         PrefixCache(HYBRID, 1)
+    with pytest.raises(ValueError, match="because"):
+        PrefixCache(HYBRID, 10).match(tokens(3), recompute_reason="because")
 
 
 @pytest.mark.parametrize("bad", [[], [[1, 2]], [1.5], np.zeros((2, 2), np.int32), ["a"]])
@@ -54,11 +56,6 @@ def test_a_token_that_would_wrap_is_refused():
         with pytest.raises(ValueError, match=f"tokens reach from {low} to {high}; they must fit"):
             cache.match(np.array([7, far]))
     assert cache.match([1, 2]).prompt_tokens == 2
-
-
-def test_unknown_recompute_reason_is_refused():
-    with pytest.raises(ValueError, match="because"):
-        PrefixCache(HYBRID, 10).match(tokens(3), recompute_reason="because")
 
 
 def test_a_released_lease_is_dead():

@@ -22,7 +22,7 @@ from megatron_hybrid.checkpoints.tensor_files import (
 from megatron_hybrid.utils.files import replace_file
 
 SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+INDEX, PICKLED = "model.safetensors.index.json", "pytorch_model.bin.index.json"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
@@ -107,12 +107,6 @@ def test_nothing_is_read_before_it_is_used(tmp_path):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18  # KiB
 
 
-def test_a_file_beyond_all_memory(tmp_path):
-    sparse_file(tmp_path / SINGLE, 10 << 40)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be mapped into memory"):
-        TensorFiles.open(tmp_path)
-
-
 def test_what_was_read_outlives_the_files_and_never_changes_them(tmp_path):
     save_file({"a": torch.ones(5)}, tmp_path / SINGLE)
     with TensorFiles.open(tmp_path) as files:
@@ -151,16 +145,24 @@ def test_a_folder_without_weights(tmp_path):
         assert f"{folder / SINGLE} does not exist, nor does {INDEX}" in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json"])
-def test_pickled_weights_are_named_as_not_read(tmp_path, name):
-    (tmp_path / name).touch()
-    with pytest.raises(CheckpointError, match=f"There is {name}, but pickled weights are not read"):
-        TensorFiles.open(tmp_path)
-
-
-def test_shards_without_an_index(tmp_path):
-    (sharded(tmp_path) / INDEX).unlink()
-    with pytest.raises(CheckpointError, match="There are shards, but without their index"):
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda folder: sparse_file(folder / SINGLE, 10 << 40),
+            "cannot be mapped into memory",
+        ),
+        (
+            lambda folder: (folder / "pytorch_model.bin").touch(),
+            "pytorch_model.bin, but pickled",
+        ),
+        (lambda folder: (folder / PICKLED).touch(), f"There is {PICKLED}, but pickled weights are"),
+        (lambda folder: (sharded(folder) / INDEX).unlink(), "are shards, but without their index"),
+    ],
+)
+def test_weights_that_cannot_be_read(tmp_path, make, message):
+    make(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
         TensorFiles.open(tmp_path)
 
 

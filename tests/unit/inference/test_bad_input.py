@@ -166,6 +166,10 @@ def test_one_bad_prompt_of_many_is_named_and_none_is_queued(engine):
     queued = len(engine.scheduler.waiting)
     with pytest.raises(ValueError, match="prompt 2: token 97 at position 1"):
         engine.generate([PROMPT, PROMPT, [1, 97]], greedy(2))
+    with pytest.raises(ValueError, match="options has 3 entries for 2 prompts"):
+        engine.generate([PROMPT, PROMPT], greedy(2), [RequestOptions()] * 3)
+    with pytest.raises(TypeError, match="request must be what add_request returned, got NoneType"):
+        engine.cancel(None)
     assert len(engine.scheduler.waiting) == queued
 
 
@@ -186,11 +190,6 @@ def test_one_bad_prompt_of_many_is_named_and_none_is_queued(engine):
 def test_what_no_engine_can_be_made_of_is_told(given, error, message):
     with pytest.raises(error, match=message):
         DynamicInferenceEngine(*given)
-
-
-def test_one_value_for_each_prompt_must_be_given_for_all(engine):
-    with pytest.raises(ValueError, match="options has 3 entries for 2 prompts"):
-        engine.generate([PROMPT, PROMPT], greedy(2), [RequestOptions()] * 3)
 
 
 @pytest.mark.parametrize(
@@ -289,8 +288,3 @@ def test_half_of_a_character_is_no_text():
     with pytest.raises(ValueError, match=r"prompt 1: the prompt has \\ud800, half of a character"):
         engine.generate(["a", "a\ud800"], greedy(2))
     assert not engine.has_work
-
-
-def test_what_is_no_request_is_not_cancelled(engine):
-    with pytest.raises(TypeError, match="request must be what add_request returned, got NoneType"):
-        engine.cancel(None)

@@ -214,9 +214,6 @@ def test_a_bad_guide_changes_nothing():
     with pytest.raises(ValueError, match="regex cannot be used"):
         engine.add_request(PROMPT, options=RequestOptions(guide=Guide.regex("(a")))
     assert engine.request_builder.next_id == 0 and not engine.has_work
-
-
-def test_a_guide_needs_a_tokenizer_with_token_bytes():
     with pytest.raises(TypeError, match="needs a tokenizer with token_bytes, and NoneType has"):
         tiny_engine(MODEL).add_request(PROMPT, options=RequestOptions(guide=WORD))
 

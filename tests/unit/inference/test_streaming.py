@@ -77,14 +77,15 @@ def test_pieces_make_up_the_text_and_show_nothing_of_a_stop_string(
         assert result.finish_reason == "length"
 
 
-def test_a_piece_ends_inside_no_character(monkeypatch):
-    events = streamed(monkeypatch, [0, 7, 8, 10, 11, 1])  # a, e acute, euro sign, b
-    assert [event.text for event in events] == ["a", "", "é", "", "€", "b"]
-
-
-def test_bytes_that_are_no_text_come_out_at_the_end(monkeypatch):
-    events = streamed(monkeypatch, [0, 7])
-    assert [event.text for event in events] == ["a", "\ufffd"]
+@pytest.mark.parametrize(
+    ("script", "texts"),
+    [
+        ([0, 7, 8, 10, 11, 1], ["a", "", "é", "", "€", "b"]),
+        ([0, 7], ["a", "\ufffd"]),  # bytes that are no text come out at the end
+    ],
+)
+def test_a_piece_ends_inside_no_character(monkeypatch, script, texts):
+    assert [event.text for event in streamed(monkeypatch, script)] == texts
 
 
 def test_what_may_begin_a_stop_string_is_held_back(monkeypatch):

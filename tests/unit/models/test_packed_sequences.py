@@ -100,12 +100,11 @@ def test_empty_sequences_are_left_out():
     assert torch.equal(logits, expected)
 
 
-@pytest.mark.parametrize("bad", [[1, 5], [0, 8, 5], [0, 5, 13]])
-def test_bad_boundaries_are_refused(bad):
-    with pytest.raises(ValueError, match="must rise from 0 to at most the 12 tokens"):
-        small_model("M")(random_tokens(1, 12), packed_seq_params=packed_params(bad))
-
-
-def test_packed_rows_must_be_one():
-    with pytest.raises(ValueError, match=r"input_ids has 2 rows. Flatten the batch to \[1, T\]"):
-        small_model("M")(random_tokens(2, 12), packed_seq_params=packed_params([0, 12]))
+@pytest.mark.parametrize(
+    ("rows", "bad", "message"),
+    [(1, bad, "must rise from 0 to at most the 12 tok") for bad in ([1, 5], [0, 8, 5], [0, 5, 13])]
+    + [(2, [0, 12], r"input_ids has 2 rows. Flatten the batch to \[1, T\]")],
+)
+def test_bad_boundaries_are_refused(rows, bad, message):
+    with pytest.raises(ValueError, match=message):
+        small_model("M")(random_tokens(rows, 12), packed_seq_params=packed_params(bad))

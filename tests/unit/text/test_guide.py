@@ -290,6 +290,7 @@ CALLS = {
         call_of('"é\\\n🦊', {"type": "regex", "pattern": "[ab]+"}),
     ],
 }
+ONCE = {"at_least_one": True, "stop_after_first": True}
 CHOICE = {
     "type": "sequence",
     "elements": [
@@ -312,14 +313,7 @@ CHOICE = {
             ["<f=b>", '<f=a>{"x":10}</f>', "<f=a>", '<f=a>{"x":1,"y":2}</f>', '<f="é\\\n🦊>c</f>'],
         ),
         (
-            {
-                "format": {
-                    "type": "triggered_tags",
-                    **CALLS,
-                    "at_least_one": True,
-                    "stop_after_first": True,
-                }
-            },
+            {"format": {"type": "triggered_tags", **CALLS, **ONCE}},
             ['<f=a>{"x":3}</f>'],
             ["", "any", '<f=a>{"x":3}</f> '],
         ),
@@ -383,15 +377,12 @@ def test_a_grammar_is_read_in_calls_that_grow_with_it():
     assert calls(50) and calls(400) < 5 * calls(100)
 
 
-def test_a_structural_tag_nested_too_deeply_is_refused():
+def test_what_is_nested_too_deeply_is_refused():
     form = {"type": "any_text"}
     for _ in range(40):
         form = {"type": "optional", "content": form}
     with pytest.raises(ValueError, match="more than 32 formats inside of each other"):
         Guide.structural_tag({"format": form})
-
-
-def test_a_schema_nested_too_deeply_is_refused():
     schema = {}
     for _ in range(100_000):
         schema = {"items": schema}

@@ -1,7 +1,6 @@
 """Tokenizers and chat templates: the same ids and texts as `transformers` makes of the folder."""
 
 import json
-import shutil
 import sys
 import threading
 import time

@@ -64,16 +64,16 @@ def test_a_bad_mooncake_row_is_named(tmp_path, wrong, message):
         list(traces.load(path))
 
 
-def test_a_trace_that_is_no_json(tmp_path):
-    path = tmp_path / "trace.jsonl"
-    path.write_text("nonsense\n")
-    with pytest.raises(ValueError, match=r"trace\.jsonl, line 1 is no JSON"):
-        traces.load(path)
-
-
-@pytest.mark.parametrize("text", ["", '{"text": "hello"}\n'])
-def test_another_format_is_refused(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonsense\n", r"trace\.jsonl, line 1 is no JSON"),
+        ("", "must be a JSON object with `hash_ids`"),
+        ('{"text": "hello"}\n', "must be a JSON object with `hash_ids`"),
+    ],
+)
+def test_another_format_is_refused(tmp_path, text, message):
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
-    with pytest.raises(ValueError, match="must be a JSON object with `hash_ids`"):
+    with pytest.raises(ValueError, match=message):
         traces.load(path)

@@ -119,13 +119,10 @@ def test_max_local_blocks_is_a_bound_and_is_reached(group, chunk_tokens):
         assert most <= got.max_local_blocks(0, chunk_tokens)
 
 
-@pytest.mark.parametrize("block", [0, 8, 15, 17, 48, 512, -16])
-def test_bad_block_size_is_named(block):
-    with pytest.raises(ValueError, match=rf"block_size_tokens is {block}; use 16, 32, 64, 128 or"):
-        spec(KVGroup(1, 64), block=block)
-
-
 def test_bad_sizes_are_named():
+    for block in (0, 8, 15, 17, 48, 512, -16):
+        with pytest.raises(ValueError, match=rf"block_size_tokens is {block}; use 16, 32, 64, 128"):
+            spec(KVGroup(1, 64), block=block)
     with pytest.raises(ValueError, match="state_bytes is -1"):
         spec(state=-1)
     with pytest.raises(ValueError, match=r"KVGroup\.window is 0"):

@@ -108,11 +108,21 @@ def test_a_bad_line_is_named(tmp_path, line, message):
         list(load_jsonl(path, vocab_size=100))
 
 
-@pytest.mark.parametrize("prompt", ["a\ud83d", [{"role": "user", "content": "a\ud83d"}]])
-def test_half_of_a_character(tmp_path, prompt):
-    path = write(tmp_path, {"prompt": prompt})
-    with pytest.raises(ValueError, match=r"line 1: `prompt` has \\ud83d, half of a character: "):
-        list(load_jsonl(path, tokenize=lambda text, **_: ([7], [])))
+ASSISTANT = [{"role": "assistant", "content": "b"}]
+HALF = r"`prompt` has \\ud83d, half of a character: "
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a\ud83d"}, HALF),
+        ({"prompt": [{"role": "user", "content": "a\ud83d"}]}, HALF),
+        ({"prompt": [1], "output": ASSISTANT}, r"`output` is \[\{.* give text, or a flat list"),
+    ],
+)
+def test_what_no_tokenizer_can_take(tmp_path, row, message):
+    with pytest.raises(ValueError, match=f"line 1: {message}"):
+        list(load_jsonl(write(tmp_path, row), tokenize=lambda text, **_: ([7], [])))
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
@@ -129,19 +139,15 @@ def test_a_chat_says_where_its_messages_start(tmp_path):
     assert two.message_starts == ()
 
 
-def test_an_answer_is_no_chat(tmp_path):
-    path = write(tmp_path, {"prompt": [1], "output": [{"role": "assistant", "content": "b"}]})
-    with pytest.raises(ValueError, match=r"line 1: `output` is \[\{.* give text, or a flat list"):
-        list(load_jsonl(path, tokenize=lambda chat, **_: ([7], [])))
-
-
-def test_an_empty_file(tmp_path):
-    with pytest.raises(ValueError, match="has no requests: write one JSON object a line"):
-        list(load_jsonl(write(tmp_path, "")))
-
-
-def test_a_file_that_is_no_text(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\n", "has no requests: write one JSON object a line"),
+        (b'{"prompt": [1]}\n\xff\xfe\x00', r"prompts\.jsonl, after line \d: .* save it as UTF-8"),
+    ],
+)
+def test_a_file_of_nothing_or_of_no_text(tmp_path, content, message):
     path = tmp_path / "prompts.jsonl"
-    path.write_bytes(b'{"prompt": [1]}\n\xff\xfe\x00')
-    with pytest.raises(ValueError, match=r"prompts\.jsonl, after line \d: .* save it as UTF-8"):
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
         list(load_jsonl(path))

@@ -279,13 +279,13 @@ def test_torn_files_are_named(prefix, suffix, size, match):
     refuse(match, prefix)
 
 
-def test_a_dataset_without_tokens_is_refused(tmp_path):
+def test_datasets_of_another_input_tokenizer_or_run_are_refused(prefix, tmp_path):
     write_index(tmp_path / "empty", [])
     refuse("empty has no tokens: its input was empty", tmp_path / "empty")
-
-
-def test_another_tokenizer_is_refused(prefix):
     refuse("text was made with another tokenizer: .*text.json has", prefix, make_tokenizer(101))
+    path = Path(f"{prefix}.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "documents": 41}))
+    refuse("tells of 41 documents and .* of 40 and .*: they are of different runs", prefix)
 
 
 def test_without_a_description_tokens_outside_of_the_vocabulary_are_refused(prefix):
@@ -293,12 +293,6 @@ def test_without_a_description_tokens_outside_of_the_vocabulary_are_refused(pref
     train, _, _ = build_datasets(DataFields(16, train=[prefix]), make_tokenizer(20), (30, 0, 0))
     with pytest.raises(ValueError, match=r"text has token \d+, the tokenizer has 20: it was made"):
         rows(train)
-
-
-def test_files_of_two_runs_are_refused(prefix):
-    path = Path(f"{prefix}.json")
-    path.write_text(json.dumps({**json.loads(path.read_text()), "documents": 41}))
-    refuse("tells of 41 documents and .* of 40 and .*: they are of different runs", prefix)
 
 
 def test_documents_without_end_tokens_are_one_sequence_or_refused(tmp_path):
@@ -316,11 +310,9 @@ def test_kinds_are_not_mixed_up(prefix, chats):
         "text was made for pretraining, not for sft: make it anew with --chat", prefix, kind="sft"
     )
     refuse("chats was made for sft, not for pretraining: make it anew without --chat", chats)
-    os.remove(f"{chats}.json")
+    (Path(f"{chats}.json")).rename(f"{chats}.moved")
     refuse("chats.json is missing", chats, kind="sft")
-
-
-def test_conversations_without_their_answers_are_refused(chats):
+    (Path(f"{chats}.moved")).rename(f"{chats}.json")
     os.remove(f"{chats}.spans.idx")
     refuse(r"chats.spans.idx does not exist, though .*--output .*/chats`", chats, kind="sft")
 

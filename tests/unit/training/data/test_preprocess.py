@@ -225,6 +225,8 @@ def test_nothing_is_written_of_a_file_with_a_broken_line_unless_it_may_be_left_o
     path.write_bytes(b'{"text": "one"}\n{"text": 2}\n\n{"text": "two"}\n')
     with pytest.raises(ValueError, match=r"a.jsonl:2 has no text in 'text', but 2.*--skip-broken"):
         preprocess([path], folder, tmp_path / "new" / "data")
+    with pytest.raises(ValueError, match=r"a.jsonl:2 has no text in 'text', but 2"):
+        train_and_save_tokenizer([path], tmp_path / "own", 300)
     assert list(tmp_path.iterdir()) == [path]
     told = []
     made = preprocess([path], folder, tmp_path / "data", skip_broken=True, tell=told.append)
@@ -457,10 +459,3 @@ def test_a_record_that_would_take_gigabytes_to_encode_is_named(tmp_path, monkeyp
         *others, error = sorted(chunk.texts("text"), key=lambda each: isinstance(each, Exception))
         assert others == ([] if name == "a.txt" else ["one", "two"])
         assert f"{name}{place} has more than " in str(error) and "--one-per-line" in str(error)
-
-
-def test_broken_text_trains_no_tokenizer(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", [{"text": "one"}, {"text": 2}])
-    with pytest.raises(ValueError, match=r"a.jsonl:2 has no text in 'text', but 2"):
-        train_and_save_tokenizer([path], tmp_path / "own", 300)
-    assert not (tmp_path / "own").exists()
