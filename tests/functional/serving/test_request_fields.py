@@ -180,13 +180,6 @@ def test_reasoning_ends_after_so_many_tokens(call, set_template, monkeypatch, bu
     assert [c["function"]["name"] for c in choice["message"]["tool_calls"]] == ["f"]
 
 
-@ROUTES
-def test_a_budget_of_reasoning_needs_a_model_with_reasoning(call, route):
-    for budget in (5, -2, 0.6):
-        error = call.refused(route, thinking_token_budget=budget)
-        assert error["param"] == "thinking_token_budget"
-
-
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
 def test_variables_of_the_template_do_not_replace_fields(call, name):
     for route in (CHAT, RESPONSE, "/tokenize"):
@@ -364,18 +357,14 @@ def test_openai_s_fields_are_used_refused_or_labels(kind, given):
     assert used & refused == set()
 
 
-@ROUTES
-@pytest.mark.parametrize(
-    "wanted",
-    [{"structural_tag": {}}, {"json": ""}, {"choice": []}, {"regex": ""}, {"colour": "red"}],
-)
-def test_an_empty_or_unknown_guide_is_refused(call, route, wanted):
-    assert call.refused(route, structured_outputs=wanted)["param"] == "structured_outputs"
-
-
 FORMS = {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}}
 NOT_HELD = {"type": "json_schema", "schema": {"not": {}}}
 ARRAY = {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
+GUIDES = ({"structural_tag": {}}, {"json": ""}, {"choice": []}, {"regex": ""}, {"colour": "red"})
+OF_ALL_ROUTES = [
+    *(("thinking_token_budget", budget) for budget in (5, -2, 0.6)),  # there is no reasoning
+    *(("structured_outputs", wanted) for wanted in GUIDES),
+]
 
 
 @pytest.mark.parametrize(
@@ -410,6 +399,7 @@ ARRAY = {"type": "function", "function": {"name": "f", "parameters": {"type": "a
         (RESPONSE, {"max_new_tokens": 5}, "max_new_tokens", "use max_output_tokens"),
         (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", ""),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", ""),
+        *((route, {name: v}, name, "") for name, v in OF_ALL_ROUTES for route in BODIES),
     ],
 )
 def test_an_error_names_the_field_and_flag_that_the_caller_used(call, route, more, param, text):

@@ -130,14 +130,10 @@ def test_mismatches_name_the_tensor_and_load_nothing(tmp_path, change, message):
     assert same(model, before)
 
 
-def test_a_dtype_of_more_precision_takes_all_values():
-    state = full_state_dict(small_model(params_dtype=torch.bfloat16))
-    model = small_model()
+def test_a_dtype_of_more_precision_takes_all_values_and_cast_rounds_rather_than_refuses():
+    state, model = full_state_dict(small_model(params_dtype=torch.bfloat16)), small_model()
     load_state(model, state)
     assert torch.equal(model.output_layer.weight, state["output_layer.weight"].float())
-
-
-def test_cast_rounds_rather_than_refuses():
     state = full_state_dict(small_model())
     model = small_model(params_dtype=torch.bfloat16)
     with pytest.raises(CheckpointError, match="cast=True of load_checkpoint"):

@@ -171,10 +171,7 @@ def test_requests_are_derived_from_the_buffer(ratio):
     assert door_engine(max_requests=None, max_tokens=12).context.max_requests == 12
     few = door_engine(max_requests=None, max_tokens=3).context.max_requests
     assert few == 3
-
-
-def test_max_tokens_has_megatrons_default():
-    assert door_engine(max_tokens=None).context.max_tokens == 16384
+    assert door_engine(max_tokens=None).context.max_tokens == 16384  # as Megatron's
 
 
 @pytest.mark.parametrize(

@@ -432,17 +432,13 @@ def test_futures_can_be_awaited():
     assert is_greedy(tiny_model(), PROMPT, asyncio.run(ask()))
 
 
-def test_the_step_of_older_scripts():
+def test_the_steps_of_older_and_newer_scripts():
     engine = door_engine()
     engine.add_request(2, PROMPT, greedy_params(2))
     active, finished, seconds = engine.step()
     assert [request.request_id for request in active] == [2] and finished == [] and seconds > 0
     active, finished, _ = engine.step_legacy(greedy_params(2))
     assert active == [] and len(finished[0].generated_tokens) == 2
-
-
-def test_the_step_of_newer_scripts():
-    engine = door_engine()
     engine.add_request(2, PROMPT, greedy_params(1))
     (request,) = engine.step_modern()["finished_requests"]
     assert request.generated_text == LetterTokenizer().detokenize(request.generated_tokens)

@@ -9,12 +9,9 @@ from megatron_hybrid.models.layer_pattern import LAYER_KINDS, LayerPattern, spli
 parse = LayerPattern.parse
 
 
-def test_parse_gives_every_symbol():
+def test_parse_gives_every_symbol_and_is_done_once():
     assert parse("MG*|W-").marked_stages == ("MG*", "W-")
     assert parse("MG*|W-").symbols == "MG*W-"
-
-
-def test_a_pattern_is_parsed_once():
     config = small_config("M-*-")
     assert config.pattern is parse("M-*-") is config.for_layer(2).pattern
 

@@ -279,9 +279,7 @@ def test_an_index_of_another_version_is_refused(filled, version):
     index.executescript(f"PRAGMA journal_mode = DELETE; PRAGMA user_version = {version}")
     index.close()
     before = listing(filled)
-    message = (
-        f"another format: {version} there, {FORMAT} here; use another folder, or remove {filled}"
-    )
+    message = f"format: {version} there, {FORMAT} here; use another folder, or remove {filled}"
     with pytest.raises(CacheFolderError, match=message):
         open_tier(filled)
     assert listing(filled) == before

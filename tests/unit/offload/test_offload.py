@@ -267,10 +267,7 @@ def test_what_is_fetched_for_a_request_that_comes_again_is_not_in_its_report():
 
 
 def test_prompt_log_probs_need_every_token():
-    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
-    prompt = random_tokens(60)
-    answer(engine, prompt)
-    empty_pool(engine)
+    engine, prompt, _ = with_a_prompt_in_host_memory(60)
     params = greedy(3, return_log_probs=True, skip_prompt_log_probs=False)
     assert engine.explain(prompt).below == ("host", 60)
     assert engine.explain(prompt, params).below is None
@@ -438,10 +435,10 @@ def test_queued_prompts_do_not_evict_each_other(monkeypatch, slots, in_pool, is_
     engine.check_integrity()
 
 
-def with_a_prompt_in_host_memory():
+def with_a_prompt_in_host_memory(length=100):
     """An engine with an empty pool, a prompt that is fetched, and its answer."""
     engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
-    prompt = random_tokens(100)
+    prompt = random_tokens(length)
     expected = answer(engine, prompt).token_ids
     empty_pool(engine)
     return engine, prompt, expected

@@ -150,11 +150,7 @@ TREE = {
             ['{"a": 1, "b": 1}', '{"b": 1}'],
             ["{}"],
         ),
-        (
-            {"type": "object", "maxProperties": 1},
-            ["{}", '{"a": 1}'],
-            ['{"a": 1, "b": 2}'],
-        ),
+        ({"type": "object", "maxProperties": 1}, ["{}", '{"a": 1}'], ['{"a": 1, "b": 2}']),
         (
             {"properties": {"b": {"const": 1}}, "patternProperties": {"^a": {"const": 2}}}
             | {"type": "object", "additionalProperties": False},

@@ -469,9 +469,7 @@ def test_half_of_a_character_is_no_text(write):
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_under_any_of_its_names(name):
-    template = ChatTemplate(
-        "{% for m in messages %}{{ m.thinking + m.reasoning_content }}{% endfor %}"
-    )
+    template = ChatTemplate("{{ messages[0].thinking + messages[0].reasoning_content }}")
     assert template.render([{"role": "assistant", name: "so"}]) == "soso"
 
 

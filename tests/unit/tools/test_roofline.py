@@ -133,10 +133,7 @@ def test_of_what_is_restored_nothing_is_computed(nemotron):
     copied, logits = nemotron.first_token(8000, 8000, 2048)
     assert copied == nemotron.restore() == Work(2 * (nemotron.state_bytes + 4096 * 2))
     assert logits.num_bytes == nemotron.output_bytes
-
-
-def test_full_attention_alone_copies_no_state():
-    assert work_of(tiny_model("*-")).restore() == Work()
+    assert work_of(tiny_model("*-")).restore() == Work()  # full attention alone has no state
 
 
 def test_devices_by_name_and_by_hand():

@@ -149,9 +149,7 @@ def test_preferences_are_texts_or_chats_as_preprocess_renders_them(tmp_path):
         str(tmp_path / f"a.jsonl:{n}") for n in ("4", "5:", "6", "7")
     ]
     assert 'two texts, or lists of messages, in "chosen" and "rejected"' in found.broken[0]
-    assert found.broken[3].endswith(
-        '; a preference has "chosen", "rejected" and, for texts, "prompt"'
-    )
+    assert found.broken[3].endswith('has "chosen", "rejected" and, for texts, "prompt"')
 
 
 def pairs(count):

@@ -104,6 +104,13 @@ LEFT, RIGHT = counting(40), [*counting(20), *counting(30, 500)]
 """They part at 20, inside block 1."""
 
 
+def forked():
+    tree = Tree()
+    tree.add(LEFT)
+    tree.add(RIGHT)
+    return tree
+
+
 # ---- walking and growing ----
 
 
@@ -270,9 +277,7 @@ def test_use_of_known_tokens_defers_their_end():
 
 def test_forgetting_goes_up_the_tree():
     """A parent without KV may go as soon as its last child went, and its records with it."""
-    tree = Tree()
-    tree.add(LEFT)
-    tree.add(RIGHT)
+    tree = forked()
     points = [tree.watch(tokens) for tokens in (counting(20), LEFT, RIGHT)]
     for tokens in (LEFT, RIGHT, counting(20)):
         tree.drop(tokens, 0)
@@ -317,9 +322,7 @@ def test_a_split_announces_the_tail_that_it_makes():
 
 
 def test_misuse_is_refused():
-    tree = Tree()
-    tree.add(LEFT)
-    tree.add(RIGHT)
+    tree = forked()
     upper = tree.walk(counting(20)).edges[0]
     with pytest.raises(RuntimeError, match="no leaf with KV"):
         tree.index.drop_kv(upper, 0)
@@ -332,9 +335,7 @@ def test_misuse_is_refused():
 
 
 def test_clear_gives_everything_back():
-    tree = Tree()
-    tree.add(LEFT)
-    tree.add(RIGHT)
+    tree = forked()
     point = tree.save(counting(20))
     tree.drop(LEFT, 0)
     (leaf,) = [edge for edge in tree.index.edges() if edge.end == 50]
@@ -548,9 +549,7 @@ def shift(tree):
     ],
 )  # fmt: skip
 def test_check_integrity_finds(break_it, message):
-    tree = Tree()
-    tree.add(LEFT)
-    tree.add(RIGHT)
+    tree = forked()
     tree.save(LEFT)
     tree.drop(RIGHT, 30)
     break_it(tree)

@@ -306,9 +306,7 @@ def test_documents_without_end_tokens_are_one_sequence_or_refused(tmp_path):
 
 
 def test_kinds_are_not_mixed_up(prefix, chats):
-    refuse(
-        "text was made for pretraining, not for sft: make it anew with --chat", prefix, kind="sft"
-    )
+    refuse("made for pretraining, not for sft: make it anew with --chat", prefix, kind="sft")
     refuse("chats was made for sft, not for pretraining: make it anew without --chat", chats)
     (Path(f"{chats}.json")).rename(f"{chats}.moved")
     refuse("chats.json is missing", chats, kind="sft")
