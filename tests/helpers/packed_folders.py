@@ -158,6 +158,8 @@ def nvfp4(weight: Tensor, compressed_tensors: bool = False) -> Stored:
     return {**stored, "weight_scale": scale}, values * over
 
 
+PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+GROUPS = {"config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}}}
 FORMATS: dict[str, tuple[Callable[[Tensor], Stored], dict]] = {
     "fp8-block": (
         lambda w: fp8(w, (128, 128), "weight_scale_inv"),
@@ -189,31 +191,11 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Stored], dict]] = {
         {"quant_method": "compressed-tensors", "format": "float-quantized"},
     ),
     "ct-int8": (int8, {"quant_method": "compressed-tensors", "format": "int-quantized"}),
-    "ct-w8a16": (
-        lambda w: integers(w, 8, 0),
-        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-    ),
-    "ct-w4a16": (
-        lambda w: integers(w, 4, 32),
-        {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}},
-        },
-    ),
-    "ct-w4a16-asymmetric": (
-        lambda w: integers(w, 4, 32, symmetric=False),
-        {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}},
-        },
-    ),
+    "ct-w8a16": (lambda w: integers(w, 8, 0), PACKED),
+    "ct-w4a16": (lambda w: integers(w, 4, 32), PACKED | GROUPS),
+    "ct-w4a16-asymmetric": (lambda w: integers(w, 4, 32, symmetric=False), PACKED | GROUPS),
     **{
-        f"ct-w{bits}a16-tensor": (
-            lambda w, bits=bits: one_scale(w, bits),
-            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-        )
+        f"ct-w{bits}a16-tensor": (lambda w, bits=bits: one_scale(w, bits), PACKED)
         for bits in (4, 8)
     },
     **{

@@ -81,36 +81,28 @@ SELECTIVE_SCAN = RecurrentOp(
 )
 
 
-def gated_delta_rule_of(heads: int, key_heads: int) -> RecurrentOp:
-    """With so many heads of v, and of q and k."""
+def delta_rule_of(name: str, heads: int, key_heads: int, *decays: int) -> RecurrentOp:
+    """With so many heads of v, and of q and k, and decays of a head."""
     return RecurrentOp(
-        "gated_delta_rule",
+        name,
         (heads, N, P),
         lambda T, g: (
             *(randn(g, T, key_heads, N), randn(g, T, key_heads, N), randn(g, T, heads, P)),
-            *(-3 * rand(g, T, heads), rand(g, T, heads)),
+            *(-3 * rand(g, T, heads, *decays), rand(g, T, heads)),
         ),
         lambda g: (),
         lambda i, p, states, layout, chunk: delta_rule(*i, states, layout, chunk),
         lambda i, p, state: naive_delta_rule(*i, state),
         log_decay=3,
     )
+
+
+def gated_delta_rule_of(heads: int, key_heads: int) -> RecurrentOp:
+    return delta_rule_of("gated_delta_rule", heads, key_heads)
 
 
 def kimi_delta_attention_of(heads: int) -> RecurrentOp:
-    """With so many heads."""
-    return RecurrentOp(
-        "kimi_delta_attention",
-        (heads, N, P),
-        lambda T, g: (
-            *(randn(g, T, heads, N), randn(g, T, heads, N), randn(g, T, heads, P)),
-            *(-3 * rand(g, T, heads, N), rand(g, T, heads)),
-        ),
-        lambda g: (),
-        lambda i, p, states, layout, chunk: delta_rule(*i, states, layout, chunk),
-        lambda i, p, state: naive_delta_rule(*i, state),
-        log_decay=3,
-    )
+    return delta_rule_of("kimi_delta_attention", heads, heads, N)
 
 
 GATED_DELTA_RULE = gated_delta_rule_of(H, H_QK)

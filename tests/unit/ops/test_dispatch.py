@@ -49,7 +49,7 @@ def test_refusals_say_why_in_order():
     assert op.refusals() == {"even": None, "small": None, "reference": None}
 
 
-def test_a_backend_of_another_device_is_never_asked(caplog):
+def test_a_backend_of_another_device_is_never_asked(caplog, monkeypatch):
     op = Op("toy_sum", lambda x: "reference", {})
     op.register(Backend("kernels", fails, fails, device_type="cuda"))
     with caplog.at_level("INFO"):
@@ -58,12 +58,7 @@ def test_a_backend_of_another_device_is_never_asked(caplog):
     assert op.refusals(torch.ones(1))["kernels"] == (
         "it runs on cuda devices, the inputs are on cpu"
     )
-
-
-def test_without_a_cuda_device_its_backends_are_absent(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    op = Op("toy_sum", lambda x: "reference", {})
-    op.register(Backend("kernels", fails, fails, device_type="cuda"))
     assert op.refusals() == {"kernels": "there is no CUDA device", "reference": None}
 
 
@@ -105,15 +100,9 @@ def test_forcing(monkeypatch):
     assert other() == "reference"
     with pytest.raises(RuntimeError, match="cannot serve toy_sum: x over 9"):
         op(12, 5)
-
-
-def test_an_unknown_backend_is_refused_with_the_names_there_are(monkeypatch):
-    op = toy_op()
     monkeypatch.setattr(dispatch, "forced", "cuda")
-    with pytest.raises(
-        ValueError,
-        match=r"is 'cuda'; the backends are \['even', 'fla', 'flash', 'grouped_mm', 'mcore'",
-    ):
+    names = r"\['even', 'fla', 'flash', 'grouped_mm', 'mcore'"
+    with pytest.raises(ValueError, match=f"is 'cuda'; the backends are {names}"):
         op(2, 5)
 
 
