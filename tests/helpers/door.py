@@ -69,3 +69,17 @@ def answer(engine, prompt, params: SamplingParams):
     """Answer one prompt."""
     (record,) = engine.generate([prompt], params)
     return record.merge()
+
+
+def fail_forwards(monkeypatch, engine, times: int) -> None:
+    """Let the next forwards of an engine raise."""
+    runner = engine.engine.runner
+    forward, left = runner.forward, [None] * times
+
+    def fails(plan):
+        if left:
+            left.pop()
+            raise ArithmeticError("the device is broken")
+        return forward(plan)
+
+    monkeypatch.setattr(runner, "forward", fails)

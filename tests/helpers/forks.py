@@ -17,3 +17,13 @@ def in_fork(check) -> int:
             traceback.print_exc()
             os._exit(1)
     return os.waitpid(process, 0)[1]
+
+
+def forked(work) -> int:
+    """The pid of a fork that runs this, and ends."""
+    if (process := os.fork()) == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return process

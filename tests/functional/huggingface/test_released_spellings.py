@@ -95,6 +95,12 @@ MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 MIMO = dict(rope_parameters=None, partial_rotary_factor=0.334, swa_num_key_value_heads=2)
 
 
+@torch.no_grad()
+def assert_equal_logits(folder, theirs, tokens):
+    model, _ = mh.load_pretrained(folder)
+    torch.testing.assert_close(model(tokens), Reference(theirs).logits(tokens), atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -122,11 +128,7 @@ def test_keys_mean_what_they_mean_to_transformers(tmp_path, name, changes):
     theirs = AutoModelForCausalLM.from_config(known, attn_implementation="eager").eval()
     theirs.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model, _ = mh.load_pretrained(tmp_path)
-    tokens = torch.randint(3, config["vocab_size"], (1, 60))
-    with torch.no_grad():
-        expected = Reference(theirs).logits(tokens)
-        torch.testing.assert_close(model(tokens), expected, atol=1e-5, rtol=0)
+    assert_equal_logits(tmp_path, theirs, torch.randint(3, config["vocab_size"], (1, 60)))
 
 
 INDEXED = [{"block_type": "attention", "q_indexer_top_k": 8}]
@@ -201,21 +203,13 @@ def test_layers_that_predict_further_tokens(tmp_path):
     for number in (3, 4):
         tensors |= {f"model.layers.{number}.{name}": t.clone() for name, t in layer.items()}
     save_file(tensors, path, {"format": "pt"})
-    model, _ = mh.load_pretrained(tmp_path)
-    tokens = torch.arange(30).view(1, 30)
-    with torch.no_grad():
-        expected = Reference(theirs).logits(tokens)
-        torch.testing.assert_close(model(tokens), expected, atol=1e-5, rtol=0)
+    assert_equal_logits(tmp_path, theirs, torch.arange(30).view(1, 30))
 
 
 def test_the_number_of_a_further_layer_is_that_of_a_layer_in_a_larger_model(tmp_path):
     theirs = build("deepseek_v3", num_hidden_layers=63, first_k_dense_replace=63)
     theirs.save_pretrained(tmp_path)
-    model, _ = mh.load_pretrained(tmp_path)
-    tokens = torch.arange(30).view(1, 30)
-    with torch.no_grad():
-        expected = Reference(theirs).logits(tokens)
-        torch.testing.assert_close(model(tokens), expected, atol=1e-5, rtol=0)
+    assert_equal_logits(tmp_path, theirs, torch.arange(30).view(1, 30))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from core_training import ignore_warnings_of_core
 from matrix import matrix_rows
 from megatron.core import parallel_state
 from rank_processes import run_micro_batches, train_on_ranks
@@ -9,9 +10,7 @@ from small_models import random_tokens, small_config
 
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning", "ignore::UserWarning:torch.distributed.*", "ignore:The .grad attribute"
-)
+pytestmark = ignore_warnings_of_core
 
 RANKS, LENGTH, MICRO_BATCHES = 2, 24, 3
 LAYOUTS = {

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
+from forks import forked
 from waiting import LIMIT_S, wait_until
 
 from megatron_hybrid.distributed import rendezvous
@@ -76,16 +77,6 @@ def test_a_rank_that_does_not_come_is_named_on_all_others(job, missing, monkeypa
     assert re.search(rf"has waited for rank {missing}( on host\d)? for \d+ s: a call", caplog.text)
 
 
-def in_fork(work):
-    """Its pid."""
-    if (pid := os.fork()) == 0:
-        try:
-            work()
-        finally:
-            os._exit(0)
-    return pid
-
-
 @pytest.fixture
 def beside(job, monkeypatch):
     """Runs `work(rank)` on ranks 0 and 1, beside a process that is rank 2."""
@@ -114,7 +105,7 @@ def wait_for_both():
 
 
 def test_a_rank_whose_process_has_ended_is_not_waited_for(beside):
-    gone = in_fork(signal.pause)
+    gone = forked(signal.pause)
     threading.Thread(target=lambda: (wait_for_both(), os.kill(gone, signal.SIGKILL))).start()
     said = f"rank 2 on here (process {gone}) has ended, for which rank 0 on here waits: a call"
     assert beside(gone, lambda rank: exchange("a call", rank, RANKS, 60.0)) == [said] * 2
@@ -122,7 +113,7 @@ def test_a_rank_whose_process_has_ended_is_not_waited_for(beside):
 
 def test_a_rank_whose_process_is_stopped_is_not_waited_for(beside, monkeypatch):
     monkeypatch.setattr(rendezvous, "STOPPED_SECONDS", 0.1)
-    pid = in_fork(lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    pid = forked(lambda: os.kill(os.getpid(), signal.SIGSTOP))
     (one, other) = beside(pid, lambda rank: exchange("a call", rank, RANKS, 60.0))
     assert one == other and one.startswith(f"rank 2 on here (process {pid}) is stopped for 0 s, ")
 
@@ -159,7 +150,7 @@ def test_the_first_rank_may_end_when_it_has_answered(job, monkeypatch):
 def test_a_call_of_torch_ends_with_the_ranks_that_it_waits_for(job, monkeypatch, capfd):
     monkeypatch.setattr(rendezvous, "LEAVE_SECONDS", 0.1)
     job.rank = 0
-    gone = in_fork(lambda: None)
+    gone = forked(lambda: None)
     members = [Member(1, "host0", gone, rendezvous._namespace())]
     monkeypatch.setattr(
         rendezvous, "own_member", lambda: Member(0, "host0", 0, rendezvous._namespace())
@@ -169,7 +160,7 @@ def test_a_call_of_torch_ends_with_the_ranks_that_it_waits_for(job, monkeypatch,
         with ends_with(members, "a collective"):
             time.sleep(600)
 
-    assert os.waitstatus_to_exitcode(os.waitpid(in_fork(wait), 0)[1]) == 1
+    assert os.waitstatus_to_exitcode(os.waitpid(forked(wait), 0)[1]) == 1
     os.waitpid(gone, 0)
     said = f"rank 1 on host0 (process {gone}) has ended, for which rank 0 on host0 waits"
     assert f"this process ends, as {said}: a collective" in capfd.readouterr().err

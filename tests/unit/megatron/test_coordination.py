@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from commands import free_port
-from door import LetterTokenizer, door_engine, greedy_params
+from door import LetterTokenizer, door_engine, fail_forwards, greedy_params
 from reference import is_greedy, random_tokens, tiny_model
 from waiting import LIMIT_S
 
@@ -247,15 +247,7 @@ if compat.HAVE_COORDINATOR:  # 0.16 has another one
                 empty = await client.add_request([], greedy_params(2))
                 assert isinstance(empty, CoreRequest) and empty.status.name == "FAILED"
                 assert isinstance(empty.events[-2].payload, CoreError)
-                forward, left = engine.engine.runner.forward, [None] * 3
-
-                def fails(plan):
-                    if left:
-                        left.pop()
-                        raise ArithmeticError("the device is broken")
-                    return forward(plan)
-
-                monkeypatch.setattr(engine.engine.runner, "forward", fails)
+                fail_forwards(monkeypatch, engine, 3)
                 failed = await client.add_request(PROMPTS[0], greedy_params(2))
                 message = failed.events[-2].payload.message
                 assert failed.status.name == "FAILED"

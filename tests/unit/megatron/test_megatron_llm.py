@@ -8,7 +8,7 @@ import httpx
 import pytest
 import torch
 from commands import free_port
-from door import MIB, LetterTokenizer, greedy_params
+from door import MIB, LetterTokenizer, fail_forwards, greedy_params
 from forks import in_fork
 from megatron.core.tokenizers import MegatronTokenizer
 from reference import is_greedy, random_tokens, tiny_model
@@ -138,23 +138,9 @@ def test_a_model_that_cannot_be_served_leaves_no_thread():
     assert threading.active_count() <= before + 1
 
 
-def fail_forwards(monkeypatch, llm, times: int) -> None:
-    """Let the next forwards raise."""
-    runner = llm.engine.engine.runner
-    forward, left = runner.forward, [None] * times
-
-    def fails(plan):
-        if left:
-            left.pop()
-            raise ArithmeticError("the device is broken")
-        return forward(plan)
-
-    monkeypatch.setattr(runner, "forward", fails)
-
-
 def test_a_request_that_three_steps_fail_with_gets_the_error_and_others_are_served(monkeypatch):
     with MegatronLLM(**arguments()) as llm:
-        fail_forwards(monkeypatch, llm, 3)
+        fail_forwards(monkeypatch, llm.engine, 3)
         with pytest.raises(ArithmeticError, match="broken"):
             llm.generate(PROMPT, greedy_params(3))
         wait_until(lambda: not llm.engine.requests)  # the thread removes it after it has told

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from forks import forked
 from waiting import LIMIT_S
 
 from megatron_hybrid.commands.layout import run_on_ranks
@@ -22,16 +23,6 @@ from megatron_hybrid.utils.child_lifetime import (
     ends_with_launcher,
     forks_end_with_us,
 )
-
-
-def in_fork(work):
-    """Run `work()` in a fork. Returns its pid."""
-    if (pid := os.fork()) == 0:
-        try:
-            work()
-        finally:
-            os._exit(0)
-    return pid
 
 
 def live_on():
@@ -60,10 +51,10 @@ def test_forks_are_killed_with_the_process_that_forked_them(pipe):
 
     def fork_twice_and_die():
         with forks_end_with_us():
-            in_fork(lambda: (in_fork(live_on), live_on()))
+            forked(lambda: (forked(live_on), live_on()))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    pid = in_fork(fork_twice_and_die)
+    pid = forked(fork_twice_and_die)
     os.close(writes)
     assert select.select([reads], [], [], LIMIT_S)[0]
     assert read_until_closed(reads) == b""
@@ -73,7 +64,7 @@ def test_forks_are_killed_with_the_process_that_forked_them(pipe):
 def test_a_rank_ends_whose_launcher_was_killed_before_it_looked(pipe, monkeypatch):
     reads, writes = pipe
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    gone = in_fork(lambda: None)
+    gone = forked(lambda: None)
     os.waitpid(gone, 0)
     monkeypatch.setenv(child_lifetime.LAUNCHER, str(gone))
 
@@ -82,7 +73,7 @@ def test_a_rank_ends_whose_launcher_was_killed_before_it_looked(pipe, monkeypatc
         with ends_with_launcher():
             live_on()
 
-    pid = in_fork(rank)
+    pid = forked(rank)
     os.close(writes)
     assert os.read(reads, 100) == b"asked to end"
     os.kill(pid, signal.SIGKILL)
@@ -106,12 +97,12 @@ def test_a_rank_ends_when_its_launcher_was_killed(pipe, monkeypatch, ignored):
             live_on()
 
     def launcher():
-        in_fork(rank)
+        forked(rank)
         os.read(started[0], 1)
         os.kill(os.getpid(), signal.SIGKILL)
 
     started = os.pipe()
-    pid = in_fork(launcher)
+    pid = forked(launcher)
     os.close(writes)
     assert os.read(reads, 100) == b"runs, "
     os.write(started[1], b"x")
@@ -135,7 +126,7 @@ def test_a_signal_ends_a_server_with_status_0_at_any_time(is_held, number, capfd
         with EndSignal() as end:
             if is_held:
                 end.hold()
-                pid = in_fork(lambda: (os.write(writes, b"x"), live_on()))
+                pid = forked(lambda: (os.write(writes, b"x"), live_on()))
                 os.read(reads, 1)  # a signal that comes while Python forks is lost
                 os.kill(pid, number)
                 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (128 + number, -number)
@@ -143,7 +134,7 @@ def test_a_signal_ends_a_server_with_status_0_at_any_time(is_held, number, capfd
             signal.raise_signal(number)
             os._exit(5 if is_held and end.was_sent else 6)
 
-    status = os.waitstatus_to_exitcode(os.waitpid(in_fork(server), 0)[1])
+    status = os.waitstatus_to_exitcode(os.waitpid(forked(server), 0)[1])
     os.close(writes)
     assert status == (5 if is_held else 0)
     told = capfd.readouterr().err
@@ -184,12 +175,12 @@ def test_a_process_ends_with_its_parent_also_where_a_fork_lives_on():
             target=run_until_killed, args=(writes,)
         )
         process.start()
-        in_fork(lambda: (writes.close(), time.sleep(600)))
+        forked(lambda: (writes.close(), time.sleep(600)))
         os.write(started[1], b"x")
         time.sleep(600)
 
     started = os.pipe()
-    pid = in_fork(parent)
+    pid = forked(parent)
     writes.close()
     assert os.read(reads.fileno(), 4) == b"runs" and os.read(started[0], 1) == b"x"
     _, fork = sorted(psutil.Process(pid).children(), key=lambda each: each.create_time())
@@ -217,10 +208,10 @@ def test_the_lock_of_a_dead_run_is_taken_over_though_its_forks_live(tmp_path, pi
 
     def lock_and_die():
         RunLock(tmp_path)
-        in_fork(lambda: (os.close(writes), os.read(reads, 1)))
+        forked(lambda: (os.close(writes), os.read(reads, 1)))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    os.waitpid(in_fork(lock_and_die), 0)
+    os.waitpid(forked(lock_and_die), 0)
     assert (tmp_path / LOCK).exists()
     RunLock(tmp_path).release()
     os.close(writes)
