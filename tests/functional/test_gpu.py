@@ -9,7 +9,7 @@ import torch
 from backends_alone import let_backends_serve_alone
 from differential import PATTERNS, RandomRun
 from door import answer, door_engine, greedy_params
-from reference import ALL_MIXERS, full_logits, is_greedy, random_tokens, tiny_model
+from reference import ALL_MIXERS, full_logits, greedy, is_greedy, random_tokens, tiny_model
 from state_dicts import load_state
 
 from megatron_hybrid.checkpoints.model_tensors import full_state_dict
@@ -83,9 +83,7 @@ def test_answers_equal_a_forward_pass_without_cache(mode, dtype):
     )
     base = random_tokens(150)
     prompts = [base, base, base[:100] + random_tokens(9, seed=1), base[:100] + random_tokens(9)]
-    params = SamplingParams(
-        top_k=1, num_tokens_to_generate=8, return_log_probs=True, skip_prompt_log_probs=True
-    )
+    params = greedy(8, return_log_probs=True, skip_prompt_log_probs=True)
     for prompt in prompts:
         result = engine.generate([prompt], params)[0]
         logits_TV = gpu_logits(model, prompt + result.token_ids)
@@ -189,9 +187,7 @@ def test_what_left_the_pool_comes_back_to_the_bit(tmp_path, tier):
     config = InferenceConfig(cache_bytes=8 << 20, max_tokens=64, **below)
     engine = DynamicInferenceEngine(model, None, config)
     prompts = [random_tokens(150 + 7 * seed, seed=seed) for seed in range(4)]
-    params = SamplingParams(
-        top_k=1, num_tokens_to_generate=8, return_log_probs=True, skip_prompt_log_probs=True
-    )
+    params = greedy(8, return_log_probs=True, skip_prompt_log_probs=True)
     first = [engine.generate([prompt], params)[0] for prompt in prompts]
     warm = [engine.generate([prompt], params)[0] for prompt in prompts]  # from the pool
     engine.cache.evict(10**6)

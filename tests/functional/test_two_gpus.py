@@ -6,14 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from reference import full_logits, random_tokens, tiny_model
+from reference import full_logits, greedy, random_tokens, tiny_model
 from state_dicts import load_state
 
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
 from megatron_hybrid.checkpoints.model_tensors import full_state_dict
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
@@ -54,9 +53,7 @@ def test_two_ranks_answer_as_the_whole_model(whole, sharded, mode):
         prefix_caching=mode, cache_bytes=8 << 20, max_tokens=64, verify_ranks=True
     )
     engine = DynamicInferenceEngine(sharded, None, config)
-    params = SamplingParams(
-        top_k=1, num_tokens_to_generate=8, return_log_probs=True, skip_prompt_log_probs=True
-    )
+    params = greedy(8, return_log_probs=True, skip_prompt_log_probs=True)
     results = [engine.generate([prompt], params)[0] for prompt in PROMPTS]
     for prompt, result in zip(PROMPTS, results):
         logits_TV = full_logits(whole, prompt + result.token_ids)

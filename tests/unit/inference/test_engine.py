@@ -471,8 +471,7 @@ def test_parked_bytes_of_a_failed_step_go_when_the_request_starts_again():
 
     engine.runner.forward = failing
     with pytest.raises(InjectedError):
-        while engine.has_work:
-            engine.step()
+        finish(engine)
     assert engine.stats()["parked_bytes"] > 0
     assert not any(request.parked_tokens for request in requests)
     finish(engine, *requests)

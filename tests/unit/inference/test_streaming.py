@@ -11,7 +11,7 @@ import tokenizers
 from differential import InjectedError, failing_forward
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_model
+from reference import finish, greedy, greedy_tokens, random_tokens, tiny_engine, tiny_model
 from scripted import EOD, PIECES, ByteTokenizer, scripted_engine
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -409,8 +409,7 @@ def test_finished_requests_are_freed_without_garbage_collection():
         requests = [
             weakref.ref(engine.add_request(PROMPT, greedy(2), RequestOptions(n=n))) for n in (1, 3)
         ]
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         assert [request() for request in requests] == [None, None]
     finally:
         gc.enable()

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 from interrupted import assert_no_lock_is_held, press_at
-from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_model
+from reference import finish, greedy, greedy_tokens, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.inference.requests.request import Request
@@ -223,8 +223,7 @@ def test_an_interrupt_while_results_are_made_loses_none(monkeypatch):
 
     monkeypatch.setattr(Request, "result", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        while engine.has_work:
-            engine.step()
+        finish(engine)
     assert [len(output.result.token_ids) for output in engine.step()] == [1]
 
 
