@@ -106,6 +106,7 @@ class Scheduler:
         self._plans = Plans()
         self.ahead = StepAhead(cache, self._states, self._plans)
         self._known_waiting: tuple[int, int] | None = None  # numbers, if none of them can start
+        self._drew_again = False  # a row of the last step, and so the next one may do, too
         self._admitting: Request | None = None
         self._suspects: dict[Request, None] = {}  # of what made steps fail
         self.num_preemptions = 0
@@ -185,7 +186,9 @@ class Scheduler:
         """Plan the step after `plan`, the current one, while it runs. None: it depends on what that
         one draws, or a request may start in it, so it is planned when the tokens are known."""
         has_new = self.waiting and self._known_waiting != (len(self.waiting), len(self.running))
-        if has_new or self._suspects or self.fetches.is_busy:
+        # The budget had no room for it, or its row was void: its token was drawn again.
+        lacks_one = len(self._plans.current.chunks) < len(self.running)
+        if has_new or lacks_one or self._drew_again or self._suspects or self.fetches.is_busy:
             return None
         return self.ahead.plan(plan)
 
@@ -371,6 +374,7 @@ class Scheduler:
         """Record the results of the last plan: blocks and saved states become visible to others.
         Returns the requests with a token in `result.sampled`, each before its forks."""
         builder, self._plans.current = self._plans.current, PlanBuilder()
+        self._drew_again = bool(result.again)
         for request in builder.parks:
             if request.request_id in result.not_parked:
                 request.parked_tokens = 0
