@@ -534,6 +534,7 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
         self._guard.refuse_inside_step("close")
         self._updates.leave()
         self.offload.close()
+        self._steps.close()
         self._epochs.start_over()
         self.live.cancel_waiting()
         self.live.close()

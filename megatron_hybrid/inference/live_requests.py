@@ -140,6 +140,8 @@ class LiveRequests:
 
     def cancel_abandoned(self) -> None:
         """Cancel requests of dropped streams. While other ranks follow, `call_followers` does."""
+        if self.abandoned and not self._control.leads:
+            self._guard.settle()  # first: if it raises, the next step cancels them
         while self.abandoned and not self._control.leads:
             self._cancel(self.abandoned.popleft())
 
@@ -156,8 +158,9 @@ class LiveRequests:
     @exclusive
     @defer_sigint()
     def end(self, requests: Sequence[Request]) -> list[RequestOutput]:
-        """End requests with what they have generated, and return their last outputs, with results
-        whose `finish_reason` is "cancelled". Where all ranks make the same calls, `cancel`.
+        """End requests with what they have generated, and return the outputs that are due and their
+        last ones, whose results have the `finish_reason` "cancelled". Where all ranks make the same
+        calls, `cancel`.
 
         Raises:
             RuntimeError: a step of this engine is running, or it is suspended; nothing has changed.
@@ -168,7 +171,9 @@ class LiveRequests:
         with self._control.inside("end()"):
             self.abandoned.extend(requests)
             self.call_followers() if self._control.leads else self.cancel_abandoned()
-        return [self._output.take(sample) for sample in unanswered]
+        # A step that was launched ahead may have answered some.
+        ended = [sample for sample in unanswered if sample.finish_reason == "cancelled"]
+        return [*self.take_outputs(), *map(self._output.take, ended)]
 
     def _cancel(self, request: Request) -> None:
         self._guard.settle()

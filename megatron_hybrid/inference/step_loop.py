@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from megatron_hybrid.inference.weights.updates import WeightsUnfinishedError
 from megatron_hybrid.inference.worker.model_runner import Launched
 from megatron_hybrid.utils import out_of_memory
 from megatron_hybrid.utils.interrupts import defer_sigint
+
+logger = logging.getLogger(__name__)
 
 
 class StepLoop:
@@ -99,12 +102,22 @@ class StepLoop:
     @torch.inference_mode()
     def settle(self) -> None:
         """Wait for the step that was launched ahead, before a call that changes what it reads. The
-        next step returns its outputs."""
+        next step returns its outputs. If it fails, its requests start again, and the call goes on.
+        """
         if self._guard.is_stepping:  # which begins by ending requests
             self._end_launched()
         elif self._launched is not None:
-            with self._stepping():
-                self._end_launched()
+            try:
+                with defer_sigint(), self._stepping():
+                    self._end_launched()
+            except Exception:
+                if self._ranks.size > 1:  # the job ends
+                    raise
+                logger.exception("a step failed: its requests go on from what is cached")
+
+    def close(self) -> None:
+        """Forget the step that was launched ahead."""
+        self._launched = None
 
     def follow_step(self, weights_changed: bool) -> None:
         """Run the step that the leading rank runs. weights_changed: on that rank."""
