@@ -374,7 +374,8 @@ class Scheduler:
         """Record the results of the last plan: blocks and saved states become visible to others.
         Returns the requests with a token in `result.sampled`, each before its forks."""
         builder, self._plans.current = self._plans.current, PlanBuilder()
-        self._drew_again = bool(result.again)
+        if result.sampled:  # else these are moves
+            self._drew_again = bool(result.again)
         for request in builder.parks:
             if request.request_id in result.not_parked:
                 request.parked_tokens = 0
