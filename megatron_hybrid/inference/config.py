@@ -110,7 +110,7 @@ class InferenceConfig:
     async_scheduling: bool = False
     """Plan and launch a step of decodes while the device runs the one before, whose tokens it takes
     there. Steps with a part of a prompt or with drafts wait, and so do pipeline stages. Answers are
-    the same."""
+    the same; where the pool is full, later prompts may find other prefixes."""
 
     warm_up: bool = True
     """On a CUDA device, run steps without a request before the first request, so that no request
