@@ -2,7 +2,6 @@
 that neither cache, batch, preemption nor samples may change."""
 
 import pickle
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -120,7 +119,7 @@ def test_rows_that_are_adjusted_together_are_those_adjusted_alone(kinds, seed):
     draws = [draw_of(prompt, answer, (7, 9), **kind) for prompt, answer, kind in kinds]
     allowed = np.random.default_rng(seed).integers(-(2**31), 2**31, (len(draws), 2), np.int32)
     for index in range(0, len(draws), 2):
-        draws[index] = replace(draws[index], allowed=allowed[index])
+        draws[index] = draws[index]._replace(allowed=allowed[index])
     logits = rows_of(seed, len(draws)).bfloat16()
     before = logits.clone()
     with no_host_syncs():
@@ -137,7 +136,7 @@ def test_tokens_whose_bit_is_not_set_are_ruled_out(vocab_size):
     """Also those of a model's padded columns, for which there is no bit."""
     logits = rows_of(0, 2, vocab_size)
     words = np.array([0b1001, -(2**31)], np.int32)
-    given_ = adjust(logits, [draw_of([1], []), replace(draw_of([1], []), allowed=words)])
+    given_ = adjust(logits, [draw_of([1], []), draw_of([1], [])._replace(allowed=words)])
     expected = torch.full((vocab_size,), -torch.inf)
     kept = [token for token in (0, 3, 63) if token < vocab_size]
     expected[kept] = logits[1, kept]

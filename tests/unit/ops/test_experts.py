@@ -29,6 +29,9 @@ GATED = partial(
     activated,
     SimpleNamespace(
         gated_linear_unit=True,
+        mlp_gate_multiplier=1.0,
+        activation_sparsity=0.0,
+        activation_clamp_after=False,
         activation_func=F.silu,
         activation_func_clamp_value=None,
         glu_linear_offset=0.0,

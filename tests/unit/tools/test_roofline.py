@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.ops import AttentionPattern
+from megatron_hybrid.ops.attention import reference
 from megatron_hybrid.ops.attention.naive import visibility
 from megatron_hybrid.tools.plan import spec_of
 from megatron_hybrid.tools.roofline import (
@@ -78,9 +79,11 @@ def test_a_decode_reads_and_writes_what_an_engine_keeps_of_a_request(pattern):
 
 
 @pytest.mark.parametrize("pattern", ["*-", "*-*-", "*E", "W-*"])
-def test_flops_of_a_pass_are_what_torch_counts(pattern):
-    """torch computes all T * T pairs of a prompt of T tokens, also those that are masked."""
+def test_flops_of_a_pass_are_what_torch_counts(pattern, monkeypatch):
+    """In one tile torch computes all T * T pairs of a prompt of T tokens, also the masked ones."""
     model, T = tiny_model(pattern), 24  # whole rows of a batch, and within the window
+    for name in ("QUERY_TILE", "SCORE_TILE"):
+        monkeypatch.setattr(reference, name, T)
     counter = FlopCounterMode(display=False)
     with counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         model(torch.tensor([random_tokens(T)]))
