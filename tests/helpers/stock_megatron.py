@@ -216,6 +216,7 @@ def on_host(tensor, as_numpy=False, record_stream=False):
 def core_groups() -> None:
     """Set up core's groups for this one process, as scripts of Megatron do; they stay."""
     if not dist.is_initialized():
+        parallel_state.destroy_model_parallel()  # what another test has left of ended groups
         register_one_rank_backend()
         dist.init_process_group(ONE_RANK_BACKEND, store=dist.HashStore(), rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
