@@ -307,7 +307,11 @@ PORTS = {"DYN_HTTP_PORT": "81", "DYN_SYSTEM_PORT": "9090"}
         ([*SERVE, "m", "--port=8001", "--host=::"], PORTS, "http://::1:8001"),
         ([*SERVE, "--ssl-certfile", "c", "--host=10.1.1.1"], {}, "https://10.1.1.1:8000"),
         (FRONTEND, PORTS, "http://127.0.0.1:81"),
-        (["tini", "--", *FRONTEND, "--tls-cert-path=c", "--http-port=8"], {}, "https://127.0.0.1:8"),
+        (
+            ["tini", "--", *FRONTEND, "--tls-cert-path=c", "--http-port=8"],
+            {},
+            "https://127.0.0.1:8",
+        ),
         ([*WORKER, "--endpoint", "a.b.c"], PORTS, "http://127.0.0.1:9090"),
         (WORKER, PORTS | {"DYN_SYSTEM_HOST": "10.1.1.1"}, "http://10.1.1.1:9090"),
         (WORKER, {}, None),
