@@ -616,8 +616,10 @@ def _finalize_gradients(
 ) -> None:
     """Sum gradients over ranks and divide by what the loss counted on all, after the backward
     passes of a step. count: on this rank, in place of core's, which is an integer."""
-    finalize_model_grads(list(chunks), count, **options)
+    # Core takes a count below 1 for 1; weights are at least 0.001, and powers of two are exact.
+    finalize_model_grads(list(chunks), count * 1024, **options)
     for chunk in chunks:  # after core, whose reductions may be under way until then
+        chunk.scale_gradients(1024)
         chunk.module.sum_shared_gradients()
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 from megatron_hybrid.inference.worker.model_runner import ModelRunner
 
@@ -13,7 +12,7 @@ def any_token() -> Iterator[None]:
     drawn_of = ModelRunner._sampled
 
     def sampled(runner, drawn, values):
-        return [replace(each, token=max(each.token, 0)) for each in drawn_of(runner, drawn, values)]
+        return [own._replace(token=max(own.token, 0)) for own in drawn_of(runner, drawn, values)]
 
     ModelRunner._sampled = sampled
     try:

@@ -127,7 +127,7 @@ def test_shipped_recipes_fit_the_gpus_that_they_name(name, capsys):
     options = ["plan", "--train", name, "--memory", memory, "--device", "h100"]
     assert main([*options, "--num-gpus", named[1], "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
-    assert values["total"] + values["freed"] > int(memory) * 10**9 > values["total"]
+    assert values["total"] < int(memory) * 10**9 and values["freed"] > 0
     assert 10**5 < values["tokens_per_second"] < 10**7
     assert main([*options, "--num-gpus", "3"]) != 0
     assert "needs a multiple of" in capsys.readouterr().err
