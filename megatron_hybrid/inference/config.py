@@ -108,9 +108,10 @@ class InferenceConfig:
     of a prompt always run without a graph."""
 
     async_scheduling: bool = False
-    """Plan and launch a step of decodes while the device runs the one before, whose tokens it takes
-    there. Steps with a part of a prompt or with drafts wait, and so do pipeline stages. Answers are
-    the same; where the pool is full, later prompts may find other prefixes."""
+    """Plan and launch a step while the device runs the one before, whose tokens it takes there.
+    Steps wait that follow drafts, a preemption, samples that fork or log-probs of a prompt, and so
+    do pipeline stages. Answers are the same; as a slot is free one step later, later prompts may
+    find other prefixes."""
 
     warm_up: bool = True
     """On a CUDA device, run steps without a request before the first request, so that no request

@@ -199,12 +199,13 @@ class RandomRun(RandomDraws):
     def _draw_model(self, build):
         # A norm makes more than the tolerance of one ulp where its input is all but zero, as the
         # first outputs of a random delta rule are: the epsilon bounds that.
+        has_streams = self.pattern.endswith("P") and not {*"ZV"} & {*self.pattern}
         return build(
             self.pattern,
             seed=self.seed % 3,
             layernorm_epsilon=1e-2,
-            num_residual_streams=3 if self.pattern.endswith("P") else None,
-            residual_rank=5 if self.pattern.endswith("P") else None,
+            num_residual_streams=3 if has_streams else None,
+            residual_rank=5 if has_streams else None,
             sliding_window=int(self._choose([1, 7, 16, 24, 100])),
             attention_chunk_size=int(self._choose([1, 7, 16, 24, 100])),
             softmax_type=str(self._choose(["vanilla", "vanilla", "off-by-one", "learnable"])),

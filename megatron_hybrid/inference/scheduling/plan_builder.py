@@ -124,6 +124,17 @@ class PlanBuilder:
     num_tokens: int = 0
     kept: dict[Request, int] = field(default_factory=dict)
     """Tokens of the budget that are kept for short prompts, while the step is planned."""
+    launched: dict[Request, int] = field(default_factory=dict)
+    """Of a step that is planned while the one before runs: the end of each request's tokens that
+    are computed then."""
+    is_ahead: bool = False
+    """The step is planned while the one before runs, and so preempts nobody."""
+    is_short: bool = False
+    """It lacks a row of a running request: there is no room, or its token was drawn again."""
+
+    def start_of(self, request: Request) -> int:
+        """Return the first of a request's tokens that no step before this one computes."""
+        return self.launched.get(request, request.num_computed)
 
     def add(self, chunk: Chunk) -> None:
         self.chunks.append(chunk)
@@ -133,9 +144,12 @@ class PlanBuilder:
         chunk.draft_draws = draws
         self.num_tokens += len(draws)
 
+    def drop_chunk(self, request_id: int) -> None:
+        self.chunks = [each for each in self.chunks if each.request.request_id != request_id]
+
     def remove(self, request: Request) -> None:
         """Take out a request that was preempted, or ended, while the step was planned."""
-        self.chunks = [chunk for chunk in self.chunks if chunk.request is not request]
+        self.drop_chunk(request.request_id)
         self.num_tokens = sum(chunk.last - chunk.start for chunk in self.chunks)
         self.ready = [ready for ready in self.ready if ready is not request]
         self.restores.pop(request, None)

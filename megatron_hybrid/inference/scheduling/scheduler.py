@@ -105,7 +105,6 @@ class Scheduler:
         self.free_slots = list(range(max_requests - 1, -1, -1))
         self._plans = Plans()
         self.ahead = StepAhead(cache, self._states, self._plans)
-        self._known_waiting: tuple[int, int] | None = None  # numbers, if none of them can start
         self._drew_again = False  # a row of the last step, and so the next one may do, too
         self._admitting: Request | None = None
         self._suspects: dict[Request, None] = {}  # of what made steps fail
@@ -138,14 +137,46 @@ class Scheduler:
             if request.status in (RequestStatus.DECODE, RequestStatus.CLOSING):
                 self._plan_work(builder, request)
         num_decodes = len(builder.chunks)
-        prefills = [r for r in self.running if r.status is RequestStatus.PREFILL]
+        self._plan_prompts(builder)
+        self._states.reserve(builder.chunks)
+        if lengths:
+            self.draft_planner.plan(builder, lengths, num_decodes, self._budget(builder))
+        return builder.plan(self.fetches.take_loads())
+
+    def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """Plan the step after `plan`, the current one, while it runs; `go_on` of `ahead` completes
+        it. None: it depends on what that one draws, or on room that others have to give up."""
+        waits_for_tiers = self.fetches.is_busy or bool(self.waiting and self.fetches.tiers)
+        if self._drew_again or self._suspects or waits_for_tiers or not self.ahead.may_follow(plan):
+            return None
+        # Only `SingleFlight` waits for tokens that the current step computes.
+        is_shared = self.waiting and self.cache.mode == "memory_only"
+        if is_shared and any(len(work.tokens) > 1 for work in plan.work):
+            return None
+        builder = self._plans.ahead = self.ahead.begin()
+        self.ahead.plan_decodes(builder, plan, self.running, self.max_tokens)
+        self._plan_prompts(builder)
+        if builder.is_short or not (builder.chunks or builder.ready):
+            self._plans.ahead = None  # nobody has started in it
+            return None
+        self._states.reserve(chunk for chunk in builder.chunks if chunk.source < 0)
+        return builder.plan({})
+
+    def _plan_prompts(self, builder: PlanBuilder) -> None:
+        """Add parts of the running prompts, and start waiting requests, as far as there is room."""
+        prefills = [
+            request
+            for request in self.running
+            if request.status is RequestStatus.PREFILL
+            and builder.start_of(request) < request.num_tokens
+        ]
         waiting = islice(self.waiting, self.max_waiting_looked_at if self.free_slots else 0)
         short = self._short_prompts.choose(self._budget(builder), prefills, waiting)
         builder.kept = {r: count for r, count in short.items() if r.lease is None}
         for request in sorted(prefills, key=lambda r: r not in short):
             self._plan_work(builder, request)
         blocked, num_coming, last_priority = self._tests_a_suspect(), 0, math.inf
-        num_prefix_waits = self.num_prefix_waits
+        blocked = blocked or builder.is_short
         for request in list(islice(self.waiting, self.max_waiting_looked_at)):
             self._admitting = request
             builder.kept.pop(request, None)
@@ -154,7 +185,7 @@ class Scheduler:
             can_start = can_start and request.options.priority <= last_priority
             # Also for requests that cannot start yet: the running prefill must know their junction
             # early, and the disk is read meanwhile.
-            if self._single_flight.waits(request, self.running):
+            if self._single_flight.waits(request, self.running, builder.start_of):
                 self.num_prefix_waits += 1
                 last_priority = min(last_priority, request.options.priority)  # equals overtake it
                 continue
@@ -172,25 +203,8 @@ class Scheduler:
                 tokens = request.tokens[: request.num_tokens]
                 self.cache.expected.add(request.request_id, tokens, request.salt)
         self._admitting, builder.kept = None, {}
-        is_blocked = self._budget(builder) > 0 and self.num_prefix_waits == num_prefix_waits
-        is_blocked = is_blocked and not self.fetches.tiers
-        self._known_waiting = (len(self.waiting), len(self.running)) if is_blocked else None
         self._short_prompts.leave_rest(builder, self._budget(builder))
         self.fetches.poll()
-        self._states.reserve(builder)
-        if lengths:
-            self.draft_planner.plan(builder, lengths, num_decodes, self._budget(builder))
-        return builder.plan(self.fetches.take_loads())
-
-    def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """Plan the step after `plan`, the current one, while it runs. None: it depends on what that
-        one draws, or a request may start in it, so it is planned when the tokens are known."""
-        has_new = self.waiting and self._known_waiting != (len(self.waiting), len(self.running))
-        # The budget had no room for it, or its row was void: its token was drawn again.
-        lacks_one = len(self._plans.current.chunks) < len(self.running)
-        if has_new or lacks_one or self._drew_again or self._suspects or self.fetches.is_busy:
-            return None
-        return self.ahead.plan(plan)
 
     def schedule_moves(self) -> StepPlan:
         """Plan the moves due before the next step: forks of samples, and the last states of ending
@@ -218,7 +232,7 @@ class Scheduler:
 
     def _plan_work(self, builder: PlanBuilder, request: Request) -> None:
         """Add as many of the request's next tokens to the plan as the budget allows."""
-        start, lease = request.num_computed, request.lease
+        start, lease = builder.start_of(request), request.lease
         count = min(self._longest(builder, request), request.num_tokens - start)
         if not count or lease is None:
             return
@@ -230,6 +244,9 @@ class Scheduler:
     def _make_room(self, builder: PlanBuilder, request: Request, end: int) -> bool:
         """Make room in the pool up to token `end`, if need be by preempting later requests."""
         while not self.cache.extend(request.lease, end):
+            if builder.is_ahead:
+                builder.is_short = True
+                return False
             if self.fetches.poll():
                 continue  # arrived fetches can be evicted now
             closing = self.closing
@@ -375,7 +392,7 @@ class Scheduler:
         Returns the requests with a token in `result.sampled`, each before its forks."""
         builder, self._plans.current = self._plans.current, PlanBuilder()
         if result.sampled:  # else these are moves
-            self._drew_again = bool(result.again)
+            self._drew_again = bool(result.again) or builder.is_short
         for request in builder.parks:
             if request.request_id in result.not_parked:
                 request.parked_tokens = 0

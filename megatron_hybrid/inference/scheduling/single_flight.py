@@ -1,6 +1,6 @@
 """SingleFlight: waiting requests let a running prefill compute what they have in common with it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megatron_hybrid.cache.index.tree import Kind, common_prefix
 from megatron_hybrid.cache.policy.placement import worth_waiting
@@ -18,9 +18,20 @@ class SingleFlight:
     def __init__(self, cache: PrefixCache):
         self._cache = cache
 
-    def waits(self, request: Request, running: Sequence[Request]) -> bool:
+    def waits(
+        self,
+        request: Request,
+        running: Sequence[Request],
+        start_of: Callable[[Request], int],
+    ) -> bool:
         """Return whether a running prefill will soon make a deeper position restorable than the
-        present ones, so that the request need not compute the same tokens."""
+        present ones, so that the request need not compute the same tokens.
+
+        Args:
+            request: that waits.
+            running: all that run.
+            start_of: the first token of a running one that no launched step computes.
+        """
         if self._cache.mode != "restore" or not request.starts_from_cache:
             return False
         if request.waits_for is not None:
@@ -41,17 +52,18 @@ class SingleFlight:
                 continue  # its next states are beyond the common prefix
             if resume is None:
                 resume = self._cache.match(tokens, request.salt).skipped_tokens
-            position = self._position_in_flight(other, common, resume)
+            position = self._position_in_flight(other, common, resume, start_of(other))
             if worth_waiting(resume, other.num_computed, position):
                 request.waits_for = other, position
                 return True
         return False
 
-    def _position_in_flight(self, other: Request, common: int, resume: int) -> int:
+    def _position_in_flight(self, other: Request, common: int, resume: int, start: int) -> int:
         """Deepest position <= `common` that the running prefill `other` will make restorable.
 
         If the junction lies after the states that `other` will save, ask it to save one there: the
-        junction is known before the prefill reaches it.
+        junction is known before the prefill reaches it. start: its first token that is not
+        launched.
         """
         if not self._cache.spec.needs_state:
             return common
@@ -60,7 +72,7 @@ class SingleFlight:
         deepest = max((p for p in saved if wanted.get(p) is not Kind.OPPORTUNISTIC), default=0)
         gain = common - max(deepest, resume, other.num_computed)
         # Below one block of gain the copy of a state costs more than computing the tokens.
-        if gain >= self._cache.spec.block_size_tokens:
+        if gain >= self._cache.spec.block_size_tokens and common > start:
             self._cache.want(other.lease, common)
             deepest = common
         return deepest

@@ -1,5 +1,6 @@
 """StateSaver: the states that steps save, from their room in the pool until others see them."""
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 from megatron_hybrid.cache.index.tree import Kind
@@ -7,7 +8,7 @@ from megatron_hybrid.cache.pages.lease import Lease, Reservation
 from megatron_hybrid.cache.policy.placement import most_wanted
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.inference.requests.request import Request, RequestStatus
-from megatron_hybrid.inference.scheduling.plan_builder import Chunk, PlanBuilder
+from megatron_hybrid.inference.scheduling.plan_builder import Chunk
 from megatron_hybrid.inference.scheduling.step_plan import StepResult
 from megatron_hybrid.utils.out_of_memory import optional_decision
 
@@ -23,12 +24,15 @@ class StateSaver:
     def __init__(self, cache: PrefixCache, max_captures: int):
         self._cache, self._max_captures = cache, max_captures
 
-    def reserve(self, builder: PlanBuilder) -> None:
-        """Reserve room for the states to save in this step; those without room are left out."""
+    def reserve(self, chunks: Iterable[Chunk]) -> None:
+        """Reserve room for the states to save of these chunks of a step; those without room are
+        left out."""
         captures_left, later = self._max_captures, []
-        for chunk in builder.chunks:
+        for chunk in chunks:
             lease = chunk.request.lease
             positions = self._cache.positions_to_save(lease, chunk.end)
+            if positions and chunk.start > lease.done:  # a step that runs saves those before
+                positions = [position for position in positions if position > chunk.start]
             if chunk.request.status is RequestStatus.CLOSING:
                 positions = [chunk.end]
             if not positions:
@@ -83,5 +87,6 @@ class StateSaver:
                 continue
             with self._optional(request.lease, position):
                 self._cache.publish_checkpoint(reservation)
-        while request.lease.reservations:
-            self._cache.abandon(request.lease.reservations[0])
+        for reservation in reservations:
+            if reservation in request.lease.reservations:
+                self._cache.abandon(reservation)

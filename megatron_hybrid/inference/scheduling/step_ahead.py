@@ -1,4 +1,6 @@
-"""StepAhead: the step of decodes that is launched before the tokens before it are known."""
+"""StepAhead: a step that is launched before the tokens of the one before it are known."""
+
+from collections.abc import Sequence
 
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.inference.requests.request import Request, RequestStatus
@@ -9,11 +11,12 @@ from megatron_hybrid.inference.scheduling.plan_builder import (
     draws_of,
 )
 from megatron_hybrid.inference.scheduling.state_saver import StateSaver
-from megatron_hybrid.inference.scheduling.step_plan import StepPlan, StepResult
+from megatron_hybrid.inference.scheduling.step_plan import StepPlan, StepResult, Unpark
 
 
 class StepAhead:
-    """Plans the step after the current one, of its decodes, each a token further.
+    """The step after the current one, while that one runs: its decodes take tokens that are not
+    known yet.
 
     Args:
         cache: of the requests.
@@ -24,30 +27,63 @@ class StepAhead:
     def __init__(self, cache: PrefixCache, states: StateSaver, plans: Plans):
         self._cache, self._states, self._plans = cache, states, plans
 
-    def plan(self, plan: StepPlan) -> StepPlan | None:
-        """Plan the step after `plan`, the current one; `go_on` completes it. None: it is more than
-        decodes, such as a part of a prompt, moves or drafts, or pages are not there."""
-        if plan.has_moves or plan.ready:
-            return None
+    def may_follow(self, plan: StepPlan) -> bool:
+        """Return whether a step can be planned while `plan`, the current one, runs: not where it
+        moves requests aside or back, has drafts, scores a prompt, or lets samples fork."""
+        return not (
+            plan.parks
+            or plan.loads
+            or any(isinstance(restore, Unpark) for restore in plan.restores)
+            or any(work.draft_draws or work.scored or len(work.draws) > 1 for work in plan.work)
+            or any(len(ready.draws) > 1 for ready in plan.ready)
+        )
+
+    def begin(self) -> PlanBuilder:
+        """Return the step without any work."""
+        current = self._plans.current
+        launched = {chunk.request: chunk.end for chunk in current.chunks}
+        return PlanBuilder(
+            launched=launched | {r: r.num_tokens for r in current.ready}, is_ahead=True
+        )
+
+    def plan_decodes(
+        self, builder: PlanBuilder, plan: StepPlan, running: Sequence[Request], most: int
+    ) -> None:
+        """Add the next row of each request whose prompt is computed with the current step.
+
+        Args:
+            builder: of the step; `is_short` is set where a row has no room.
+            plan: the current one.
+            running: all that run, in order.
+            most: rows.
+        """
         sources = {owner: number for number, (owner, _) in enumerate(plan.draws())}
-        ahead = PlanBuilder()
-        for chunk in self._plans.current.chunks:
-            request, end = chunk.request, chunk.end + 1
-            if request.status is RequestStatus.CLOSING:
+        for request in running:
+            start = builder.start_of(request)
+            is_launched = request in builder.launched
+            is_known = start < request.num_tokens
+            if is_known and request.status is RequestStatus.PREFILL:
                 continue
-            if not chunk.draws or chunk.draft_draws or request.siblings:
-                return None
-            if request.prompt_needs_logits or not self._cache.extend(request.lease, end):
-                return None
-            # An answer that ends by its length needs one more row, for its last state alone.
-            left = request.params.num_tokens_to_generate - request.num_generated
-            if left > 1 or (left == 1 and self._cache.mode == "restore"):
+            if is_launched and not self._goes_on(request):
+                continue
+            if builder.num_tokens == most:
+                return
+            if not self._cache.extend(request.lease, start + 1):
+                builder.is_short = True
+                return
+            if is_known:
+                draws = start + 1 == request.num_tokens and not request.done
+                builder.add(Chunk(request, start, start + 1, draws))
+            else:
                 source = sources[request.request_id]
-                ahead.add(Chunk(request, end - 1, end, draws=False, source=source))
-        if not ahead.chunks:
-            return None
-        self._plans.ahead = ahead
-        return ahead.plan({})
+                builder.add(Chunk(request, start, start + 1, draws=False, source=source))
+
+    def _goes_on(self, request: Request) -> bool:
+        """Return whether a request has a row after the token that the current step draws for it, if
+        that does not end it. An answer that ends by its length needs one for its last state."""
+        left = request.params.num_tokens_to_generate - request.num_generated
+        is_closing = request.status is RequestStatus.CLOSING
+        return not is_closing and (left > 1 or (left == 1 and self._cache.mode == "restore"))
 
     def computes(self, request: Request) -> bool:
         """Return whether the step has a row of this request."""
@@ -55,29 +91,30 @@ class StepAhead:
         return ahead is not None and any(chunk.request is request for chunk in ahead.chunks)
 
     def drop_void(self, plan: StepPlan, result: StepResult) -> None:
-        """Take out rows that have nothing to compute: their requests have ended before, or their
-        tokens were drawn again.
+        """Take out what has nothing to compute: its request has ended before, its token was drawn
+        again, or it could not be restored.
 
         Args:
             plan: of the step.
             result: of the current step.
         """
-        ahead = self._plans.ahead
-        ahead.chunks = [
-            chunk
-            for chunk, work in zip(ahead.chunks, plan.work)
-            if (token := result.sampled[work.request_id].token) >= 0
-            and token not in work.stops
-            and work.request_id not in result.again
-        ]
+        self._plans.ahead.is_short = bool(result.again)
+        for work in plan.work:
+            is_void = work.request_id in result.unrestored or work.request_id in result.again
+            if work.source >= 0 and not is_void:
+                token = result.sampled[work.request_id].token
+                is_void = token < 0 or token in work.stops
+            if is_void:
+                work.draws, work.saves = {}, []
+                self._plans.ahead.drop_chunk(work.request_id)
 
     def go_on(self, plan: StepPlan) -> None:
         """Give the plan its draws and saves, now that its tokens are known, and make it the current
         one."""
         builder = self._plans.current = self._plans.ahead
         self._plans.ahead = None
-        self._states.reserve(builder)
-        chunks = {chunk.request.request_id: chunk for chunk in builder.chunks}
+        chunks = {c.request.request_id: c for c in builder.chunks if c.source >= 0}
+        self._states.reserve(chunks.values())
         for work in plan.work:
             chunk = chunks.get(work.request_id)
             if chunk is not None:

@@ -261,8 +261,8 @@ class DynamicInferenceContext:
         self._layout, self.first_captures = rows.layout, rows.first_captures
         self._fill_inputs(works, rows, num_rows_each is not None)
         self._fill_tables(rows, num_rows_each is not None)
-        if works[0].source >= 0:
-            self._take_drawn([work for work in works if work is not self._filler])
+        if drawn := [(row, work) for row, work in enumerate(works) if work.source >= 0]:
+            self._take_drawn(*zip(*drawn))  # single tokens come first
         num_captures = len(rows.layout.captures)
         if num_rows_each is not None and num_captures:
             self._staging = self._fixed_states(num_captures)
@@ -386,22 +386,23 @@ class DynamicInferenceContext:
         used.copy_(self._buffer.device["tables"][:num_entries].view(shape))
         self._block_tables = tables if is_recorded else used
 
-    def _take_drawn(self, works: list[Work]) -> None:
-        """Give a step that was launched ahead its tokens, on the device. A row whose request has
-        ended by its token, or will draw it again, becomes one of no request."""
-        count, inputs = len(works), self._inputs
+    def _take_drawn(self, rows: Sequence[int], works: Sequence[Work]) -> None:
+        """Give rows of a step that was launched ahead their tokens, on the device. A row whose
+        request has ended by its token, or will draw it again, becomes one of no request."""
+        inputs = self._inputs
         most = max(len(work.stops) for work in works)
         stops = [work.stops + (-1,) * (most - len(work.stops)) for work in works]
-        columns = [[work.source for work in works], *zip(*stops)]
-        sources_n, *stops_n = to_device(columns, self.memory.device)
+        columns = [rows, [work.source for work in works], *zip(*stops)]
+        rows_n, sources_n, *stops_n = to_device(columns, self.memory.device)
         tokens_n = self.drawn_tokens.index_select(0, sources_n)
         is_void_n = tokens_n < 0
         for stop_n in stops_n:
             is_void_n |= tokens_n == stop_n
-        inputs["input_ids"][:count] = tokens_n.masked_fill(is_void_n, 0)
-        for name in ("slots", "live_slots"):
-            inputs[name][:count].masked_fill_(is_void_n, self._filler.slot)
-        inputs["write_pages"][:, :count].masked_fill_(is_void_n, NULL_PAGE)
+        inputs["input_ids"].index_copy_(0, rows_n, tokens_n.masked_fill(is_void_n, 0))
+        fillers = {"slots": self._filler.slot, "live_slots": self._filler.slot}
+        for name, filler in (fillers | {"write_pages": NULL_PAGE}).items():
+            own = inputs[name].index_select(-1, rows_n).masked_fill_(is_void_n, filler)
+            inputs[name].index_copy_(-1, rows_n, own)
 
     @property
     def input_ids(self) -> Tensor:

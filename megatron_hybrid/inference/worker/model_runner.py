@@ -144,7 +144,17 @@ class ModelRunner:
         """Queue all that a plan says on the device, in its order. Lack of memory in the moves and
         saves is noted in the result; in the forward and the draws it raises."""
         launched = Launched(plan)
-        result = launched.result
+        self._move(launched)
+        if plan.work or plan.ready:
+            launched.logits_nV = self.forward(plan)
+            self.launch_rest(launched)
+        for save in plan.saves:
+            self._save_state(self.memory.slots[save.slot], save, save.request_id, launched.result)
+        return launched
+
+    def _move(self, launched: Launched) -> None:
+        """Queue all that comes before the forward."""
+        plan, result = launched.plan, launched.result
         for request_id in plan.drops:
             self._parked.pop(request_id, None)
         # Before all writes: this step may write the pages that the request had.
@@ -160,18 +170,13 @@ class ModelRunner:
                     self._unpark(restore)
                 else:
                     self._restore(restore)
-        if plan.work or plan.ready:
-            launched.logits_nV = self.forward(plan)
-            self.launch_rest(launched)
-        for save in plan.saves:
-            self._save_state(self.memory.slots[save.slot], save, save.request_id, result)
-        return launched
 
     @torch.inference_mode()
     def launch_ahead(self, plan: StepPlan, before: Launched) -> Launched:
         """Queue the forward of the step after `before`, whose tokens are on the device alone."""
         before.keep_logits(self.graphs is not None)
         launched = Launched(plan)
+        self._move(launched)
         launched.logits_nV = self.forward(plan)
         return launched
 
