@@ -71,3 +71,33 @@ def backward(
         grads[1][keys] += of_k.unflatten(1, (-1, repeats)).sum(2)
         grads[2][keys] += of_v.unflatten(1, (-1, repeats)).sum(2)
     return grads
+
+
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, *, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale,
+    causal, window_size, attention_chunk, num_splits, return_softmax_lse,
+):  # fmt: skip
+    """FlashAttention 3's over pages: outputs and log-sum-exps [H, q]. The names are those of
+    tokenspeed-fa3 3.0.0.post20260810."""
+    assert causal and num_splits == 1 and return_softmax_lse
+    assert cache_seqlens.dtype == page_table.dtype == cu_seqlens_q.dtype == torch.int32
+    out, sums = torch.zeros_like(q), q.new_zeros(q.shape[1], len(q))
+    repeats = q.shape[1] // k_cache.shape[2]
+    for r, (first, end) in enumerate(pairwise(cu_seqlens_q.tolist())):
+        length = int(cache_seqlens[r])
+        assert end - first <= max_seqlen_q
+        keys, values = (
+            pages[page_table[r].long()].flatten(0, 1)[:length].repeat_interleave(repeats, 1)
+            for pages in (k_cache, v_cache)
+        )
+        place, column = torch.arange(length - end + first, length)[:, None], torch.arange(length)
+        hidden = column > place
+        if window_size[0] >= 0:
+            hidden |= column < place - window_size[0]
+        if attention_chunk:
+            hidden |= column < place // attention_chunk * attention_chunk
+        scores = torch.einsum("qhd,khd->hqk", q[first:end], keys) * softmax_scale
+        scores = scores.masked_fill(hidden, -torch.inf)
+        out[first:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+        sums[:, first:end] = scores.logsumexp(-1)
+    return out, sums

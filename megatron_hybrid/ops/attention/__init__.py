@@ -28,6 +28,14 @@ paged_attention = Op(
 )
 paged_attention.register(
     kernel_backend(
+        "fa3",
+        "megatron_hybrid.ops.attention.fa3",
+        {"flash_attn_interface": "tokenspeed-fa3"},
+        has_gradient=False,
+    )
+)
+paged_attention.register(
+    kernel_backend(
         "flash", "megatron_hybrid.ops.attention.flash", suffix="_paged", has_gradient=False
     )
 )

@@ -101,7 +101,7 @@ def test_forcing(monkeypatch):
     with pytest.raises(RuntimeError, match="cannot serve toy_sum: x over 9"):
         op(12, 5)
     monkeypatch.setattr(dispatch, "forced", "cuda")
-    names = r"\['even', 'fla', 'flash', 'grouped_mm', 'mcore'"
+    names = r"\['even', 'fa3', 'fla', 'flash', 'grouped_mm', 'mcore'"
     with pytest.raises(ValueError, match=f"is 'cuda'; the backends are {names}"):
         op(2, 5)
 
@@ -130,5 +130,6 @@ def test_the_environment_forces_and_info_refuses_what_is_no_backend(monkeypatch,
     assert main(["info"]) == 2
     assert (
         "MEGATRON_HYBRID_BACKEND is 'cuda'; the backends are "
-        "['fla', 'flash', 'grouped_mm', 'mcore', 'reference', 'triton']" in capsys.readouterr().err
+        "['fa3', 'fla', 'flash', 'grouped_mm', 'mcore', 'reference', 'triton']"
+        in capsys.readouterr().err
     )

@@ -1,18 +1,19 @@
-"""Attention by torch's FlashAttention 2: by a stand-in with its signature, and its real shapes."""
+"""Attention by FlashAttention 2 and 3: by stand-ins with their signatures, and by real shapes."""
 
 import math
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from flash_stand_in import ARGUMENTS, backward, forward
+from flash_stand_in import ARGUMENTS, backward, flash_attn_with_kvcache, forward
 from paged import Pool, paged_case, paged_expectation
 from recurrences import assert_near, randn, seeded
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_hybrid.ops import AttentionPattern, RaggedLayout, attention, varlen_attention
-from megatron_hybrid.ops.attention import flash, reference
+from megatron_hybrid.ops.attention import fa3, flash, reference
 from megatron_hybrid.ops.dispatch import Planning, planning
 
 PATTERNS = {
@@ -56,8 +57,9 @@ def test_outputs_and_gradients_are_those_of_the_reference(pattern, with_sinks, l
 @each_pattern
 @with_or_without_sinks
 @pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("run", [flash.run_paged, fa3.run], ids=["flash", "fa3"])
 def test_prefills_read_keys_from_pages_and_leave_short_ones_to_the_kernel(
-    monkeypatch, pattern, with_sinks, by_row
+    monkeypatch, run, pattern, with_sinks, by_row
 ):
     def few_alone(*inputs, takes_whole):
         out, layout = reference.paged_attention(*inputs), inputs[4]
@@ -67,12 +69,14 @@ def test_prefills_read_keys_from_pages_and_leave_short_ones_to_the_kernel(
         return out
 
     monkeypatch.setattr(attention, "triton", SimpleNamespace(run=few_alone), raising=False)
+    wheel = SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", wheel)
     for lengths, starts in (((1, 40, 9, 30, 17), (70, 0, 33, 59, 60)), ((1, 1), (7, 90))):
         layout, generator = RaggedLayout(lengths, starts), seeded(1)
         q, keys, values = paged_case(layout, 2, generator, 8)
         sinks = randn(generator, 4) if with_sinks else None
         pool = Pool(keys, values, 16, generator, torch.float64, columns=2, by_row=by_row)
-        found = flash.run_paged(q, *pool, layout, pattern, sinks)
+        found = run(q, *pool, layout, pattern, sinks)
         assert_near(found, paged_expectation(layout, q, keys, values, pattern, sinks))
 
 
@@ -118,3 +122,6 @@ def test_it_says_what_it_cannot_serve():
         wide = torch.empty(20, 2, D, **half)
         assert f"{D} and {D} wide" in flash.verify(wide, wide, wide, layout, plain)
     assert "cuda" in flash.verify(q, k, k, layout, plain)
+    pages = torch.empty(2, 16, 2, 64, **half)
+    for own, word in (((pages.half(), pages), "float16"), ((pages, pages[..., :32]), "64 and 32")):
+        assert word in fa3.verify(q, *own, torch.zeros(1, 2), layout, plain)

@@ -1,0 +1,80 @@
+"""Prefills by FlashAttention 3 on the pages themselves, where its wheel (tokenspeed-fa3) is: for
+GPUs of compute capability 9.0.
+
+It is called with one split of the keys, so that a row's sums do not depend on the batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_hybrid.ops.activations import sigmoid
+from megatron_hybrid.ops.attention import flash
+from megatron_hybrid.ops.attention.pattern import AttentionPattern
+from megatron_hybrid.ops.attention.work import FEW_TOKENS
+from megatron_hybrid.ops.dispatch import planning
+from megatron_hybrid.ops.ragged import RaggedLayout
+from megatron_hybrid.ops.to_device import all_to_device
+
+
+def run(
+    q_THD: Tensor,
+    k_pages_nBKD: Tensor,
+    v_pages_nBKD: Tensor,
+    block_table_RM: Tensor,
+    layout: RaggedLayout,
+    pattern: AttentionPattern,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """See `ops.paged_attention`: sequences with many new tokens here, the others by our kernel."""
+    from flash_attn_interface import flash_attn_with_kvcache
+
+    from megatron_hybrid.ops.attention import triton
+
+    many = [r for r, length in enumerate(layout.lengths) if length > FEW_TOKENS]
+    inputs = (q_THD, k_pages_nBKD, v_pages_nBKD, block_table_RM, layout, pattern, sinks_H)
+    out_THD = triton.run(*inputs, takes_whole=not many)
+    if not many:
+        return out_THD
+
+    def numbers() -> list[Tensor]:
+        spans = [range(layout.cu_seqlens[r], layout.cu_seqlens[r + 1]) for r in many]
+        ends = [layout.start_positions[r] + layout.lengths[r] for r in many]
+        rows = np.concatenate(spans)
+        return all_to_device((rows, many, ends, np.cumsum([0, *map(len, spans)])), q_THD.device)
+
+    rows, sequences, ends, cu_queries = layout.cached(("fa3", q_THD.device), numbers)
+    found_nHD, lse_Hn, *_ = flash_attn_with_kvcache(
+        q_THD[rows],
+        k_pages_nBKD,
+        v_pages_nBKD,
+        cache_seqlens=ends,
+        page_table=block_table_RM[sequences],
+        cu_seqlens_q=cu_queries,
+        max_seqlen_q=max(layout.lengths),
+        softmax_scale=pattern.scale,
+        causal=True,
+        window_size=(-1, -1) if pattern.window is None else (pattern.window - 1, 0),
+        attention_chunk=pattern.chunk or 0,
+        num_splits=1,
+        return_softmax_lse=True,
+    )
+    if sinks_H is not None:  # a score without a value, see `flash`
+        found_nHD = found_nHD * sigmoid(lse_Hn - sinks_H.to(lse_Hn.dtype)[:, None]).t()[..., None]
+    return out_THD.index_copy_(0, rows.long(), found_nHD.to(out_THD.dtype))
+
+
+def verify(*inputs: Any) -> str | None:
+    q_THD, k_pages_nBKD, v_pages_nBKD, *_ = inputs
+    D, P = q_THD.shape[-1], v_pages_nBKD.shape[-1]
+    if not q_THD.dtype == k_pages_nBKD.dtype == v_pages_nBKD.dtype:
+        return f"q and pages are of {q_THD.dtype}, {k_pages_nBKD.dtype} and {v_pages_nBKD.dtype}"
+    if D != P or 64 < D <= 96:
+        return f"heads are {D} and {P} wide; it takes equal widths, and none from 65 to 96"
+    if planning.get() is None and torch.cuda.get_device_capability(q_THD.device) != (9, 0):
+        return "it needs a GPU of compute capability 9.0"
+    return flash.verify_paged(*inputs)
