@@ -75,6 +75,8 @@ class Inspection:
         parts, scheduler, spec = self._parts, self._parts.scheduler, self._parts.cache.spec
         memory, num_pages = parts.runner.memory, parts.cache.allocator.num_pages - 1
         cached = parts.cache.stats()
+        tables = [request.lease.block_table for request in scheduler.running]
+        blocks = {page for table in tables for page in table[:, :1].flat}
         counts = {
             "hit_rate": cached["skipped_tokens"] / max(1, cached["prompt_tokens"]),
             **cached,
@@ -94,7 +96,7 @@ class Inspection:
             "pool_bytes": memory.pool.numel(),
             "pool_tokens": spec.tokens_in(num_pages),
             "pool_states": spec.states_in(num_pages),
-            "kv_blocks_in_use": scheduler.num_kv_blocks,
+            "kv_blocks_in_use": len(blocks),
             "live_slot_bytes": memory.slots.numel(),
             **parts.runner.graph_counts(),
             "warm_up_ms": round(parts.warm_up_seconds * 1000),

@@ -125,8 +125,7 @@ class PlanBuilder:
     kept: dict[Request, int] = field(default_factory=dict)
     """Tokens of the budget that are kept for short prompts, while the step is planned."""
     launched: dict[Request, int] = field(default_factory=dict)
-    """Of a step that is planned while the one before runs: the end of each request's tokens that
-    are computed then."""
+    """The end of each request's tokens that the step before computes, if that one still runs."""
     is_ahead: bool = False
     """The step is planned while the one before runs, and so preempts nobody."""
     is_short: bool = False

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from megatron_hybrid.cache.pages.lease import Lease
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.prefix_cache import PrefixCache
@@ -589,14 +587,6 @@ class Scheduler:
     def num_unanswered(self) -> int:
         """Requests that run and are not answered yet."""
         return len(self.running) - len(self.closing)
-
-    @property
-    def num_kv_blocks(self) -> int:
-        """Number of distinct KV blocks of the running requests."""
-        tables = [request.lease.block_table for request in self.running]
-        if not tables or not self.cache.spec.kv_pages_per_block:
-            return 0
-        return len(np.unique(np.concatenate([table[:, 0] for table in tables])))
 
     def retire_closing(self) -> None:
         for request in self.closing:
