@@ -1,14 +1,22 @@
-"""Mamba-1's scan in Triton: states stay in registers from a sequence's first token to its last."""
+"""Mamba-1's scan in Triton: states stay in registers from a sequence's first token to its last.
+
+The backward pass has the first state of each chunk from one more scan, and computes the others of
+a chunk again, from the last chunk to the first.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from megatron_hybrid.ops.checks import pad_rows
 from megatron_hybrid.ops.kernels import SequenceTable
 from megatron_hybrid.ops.launch import Kernel
 from megatron_hybrid.ops.ragged import RaggedLayout
@@ -16,6 +24,12 @@ from megatron_hybrid.ops.slot_states import SlotStates
 
 ELEMENTS = 1024
 """Elements of a state in one program: 8 of each thread."""
+MOST_PROGRAMS = 512
+"""Programs of a backward pass, unless one sequence needs more: each has memory for the states of a
+chunk, 128 KiB for 32."""
+MOST_STATES = 64
+"""Largest N of a backward pass: each program sums the gradients of B and C over its channels alone,
+so the sums of a token have 2 C N^2 / ELEMENTS numbers."""
 
 
 OF_A_CALL = [
@@ -115,6 +129,123 @@ def scan_kernel(
     tl.store(state_ptrs, h, mask=inside)
 
 
+@Kernel
+@triton.jit(
+    do_not_specialize=[
+        *("x_ptr", "dt_ptr", "B_ptr", "C_ptr", "grad_y_ptr", "kept_ptr"),
+        *("boundaries_ptr", "offsets_ptr", "num_sequences", "chunk_size"),
+        *("stride_x_row", "stride_dt_row", "stride_B_row", "stride_C_row", "stride_grad_y_row"),
+        *("stride_grad_B_block", "stride_grad_C_block"),
+    ]
+)
+def gradient_kernel(
+    x_ptr,
+    dt_ptr,
+    A_ptr,
+    B_ptr,
+    C_ptr,
+    D_ptr,
+    grad_y_ptr,
+    kept_ptr,
+    before_ptr,
+    boundaries_ptr,
+    offsets_ptr,
+    grad_x_ptr,
+    grad_dt_ptr,
+    grad_A_ptr,
+    grad_B_ptr,
+    grad_C_ptr,
+    grad_D_ptr,
+    num_sequences,
+    chunk_size,
+    stride_x_row,
+    stride_x_channel,
+    stride_dt_row,
+    stride_dt_channel,
+    stride_A_channel,
+    stride_A_state,
+    stride_B_row,
+    stride_B_state,
+    stride_C_row,
+    stride_C_state,
+    stride_grad_y_row,
+    stride_grad_y_channel,
+    stride_grad_B_block,
+    stride_grad_C_block,
+    CHANNELS: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Some channels of every P-th sequence, of P programs: gradients of its tokens from the last
+    to the first, and sums of the others, one for each program."""
+    lane, block = tl.program_id(0), tl.program_id(1)
+    c, s = block * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_N)
+    own, used = c < CHANNELS, s < N
+    inside = own[:, None] & used[None, :]
+    places = c[:, None] * N + s[None, :]
+    A_ptrs = A_ptr + c[:, None] * stride_A_channel + s[None, :] * stride_A_state
+    A = tl.load(A_ptrs, mask=inside, other=0.0).to(tl.float32)
+    D = tl.load(D_ptr + c, mask=own, other=0.0).to(tl.float32)
+    program = tl.cast(lane, tl.int64) * tl.num_programs(1) + block
+    before_ptrs = before_ptr + program * chunk_size * (BLOCK_C * BLOCK_N)
+    before_ptrs += tl.arange(0, BLOCK_C)[:, None] * BLOCK_N + s[None, :]
+    grad_A, grad_D = tl.zeros_like(A), tl.zeros_like(D)
+    for sequence in range(lane, num_sequences, tl.num_programs(0)):
+        row = tl.load(boundaries_ptr + sequence).to(tl.int64)
+        end = tl.load(boundaries_ptr + sequence + 1).to(tl.int64)
+        offset = tl.load(offsets_ptr + sequence).to(tl.int64)
+        num_chunks = (end - row + chunk_size - 1) // chunk_size
+        grad_h = tl.zeros_like(A)
+        for later in range(0, num_chunks):
+            chunk = num_chunks - 1 - later
+            first = row + chunk * chunk_size
+            length = tl.minimum(end - first, chunk_size)
+            kept_ptrs = kept_ptr + (offset + chunk - 1) * (CHANNELS * N) + places
+            h = tl.load(kept_ptrs, mask=inside & (chunk > 0), other=0.0)
+            for i in range(0, length):
+                t = first + i
+                x = tl.load(x_ptr + t * stride_x_row + c * stride_x_channel, mask=own, other=0.0)
+                dt_ptrs = dt_ptr + t * stride_dt_row + c * stride_dt_channel
+                dt = tl.load(dt_ptrs, mask=own, other=0.0).to(tl.float32)
+                B = tl.load(B_ptr + t * stride_B_row + s * stride_B_state, mask=used, other=0.0)
+                tl.store(before_ptrs + i * (BLOCK_C * BLOCK_N), h)
+                added = (dt * x.to(tl.float32))[:, None] * B.to(tl.float32)[None, :]
+                h = tl.exp(dt[:, None] * A) * h + added
+            tl.debug_barrier()  # all threads have written the states
+            for later_row in range(0, length):
+                i = length - 1 - later_row
+                t = first + i
+                x = tl.load(x_ptr + t * stride_x_row + c * stride_x_channel, mask=own, other=0.0)
+                dt_ptrs = dt_ptr + t * stride_dt_row + c * stride_dt_channel
+                dt = tl.load(dt_ptrs, mask=own, other=0.0).to(tl.float32)
+                B = tl.load(B_ptr + t * stride_B_row + s * stride_B_state, mask=used, other=0.0)
+                C = tl.load(C_ptr + t * stride_C_row + s * stride_C_state, mask=used, other=0.0)
+                grad_y_ptrs = grad_y_ptr + t * stride_grad_y_row + c * stride_grad_y_channel
+                grad_y = tl.load(grad_y_ptrs, mask=own, other=0.0).to(tl.float32)
+                x, B = x.to(tl.float32), B.to(tl.float32)
+                decay = tl.exp(dt[:, None] * A)
+                decayed = tl.load(before_ptrs + i * (BLOCK_C * BLOCK_N)) * decay
+                h = decayed + (dt * x)[:, None] * B[None, :]
+                of_C = tl.sum(grad_y[:, None] * h, axis=0)
+                grad_h += grad_y[:, None] * C.to(tl.float32)[None, :]
+                of_B = tl.sum((dt * x)[:, None] * grad_h, axis=0)
+                grad_dtx = tl.sum(grad_h * B[None, :], axis=1)
+                grad_log = grad_h * decayed
+                grad_dt = tl.sum(grad_log * A, axis=1) + grad_dtx * x
+                grad_A += grad_log * dt[:, None]
+                grad_D += grad_y * x
+                tl.store(grad_x_ptr + t * CHANNELS + c, grad_dtx * dt + D * grad_y, mask=own)
+                tl.store(grad_dt_ptr + t * CHANNELS + c, grad_dt, mask=own)
+                tl.store(grad_B_ptr + block * stride_grad_B_block + t * N + s, of_B, mask=used)
+                tl.store(grad_C_ptr + block * stride_grad_C_block + t * N + s, of_C, mask=used)
+                grad_h *= decay
+            tl.debug_barrier()  # all have read them
+    places += lane * (CHANNELS * N)
+    tl.store(grad_A_ptr + places, grad_A, mask=inside)
+    tl.store(grad_D_ptr + lane * CHANNELS + c, grad_D, mask=own)
+
+
 def verify(x_TC: Tensor, dt_TC: Tensor, A_CN: Tensor, *_: Any) -> str | None:
     if A_CN.shape[1] > ELEMENTS:
         return f"states are {A_CN.shape[1]} wide; it takes up to {ELEMENTS}"
@@ -140,19 +271,84 @@ def run(
     y_TC[layout.num_tokens :] = 0
     # Without captures nothing is written there.
     out_n = states.captured_n if layout.captures else states.pool_S
-    block_n = triton.next_power_of_2(N)
-    block_c = min(triton.next_power_of_2(channels), max(1, ELEMENTS // block_n))
+    form = _form(channels, N)
     inputs, tables = (
         (x_TC, dt_TC, A_CN, B_TN, C_TN, D_C, states.pool_S, states.slot_ids_R),
         (table.boundaries, table.capture_offsets, table.captures),
     )
     scan_kernel(
-        (layout.num_sequences, triton.cdiv(channels, block_c)),
+        (layout.num_sequences, triton.cdiv(channels, form["BLOCK_C"])),
         (*inputs, y_TC, out_n, *tables),
-        CHANNELS=channels,
-        N=N,
-        BLOCK_C=block_c,
-        BLOCK_N=block_n,
-        num_warps=4,
+        **form,
     )
     return y_TC
+
+
+def again(x_TC: Tensor, dt_TC: Tensor, A_CN: Tensor, *_: Any) -> Callable[..., Tensor] | None:
+    return _differentiable if A_CN.shape[1] <= MOST_STATES else None
+
+
+def _differentiable(*given: Any) -> Tensor:
+    *tensors, _, layout, chunk_size = given
+    return _Scan.apply(*tensors, layout, chunk_size)
+
+
+def _form(channels: int, N: int) -> dict[str, int]:
+    """Constants of a launch."""
+    block_n = triton.next_power_of_2(N)
+    block_c = min(triton.next_power_of_2(channels), max(1, ELEMENTS // block_n))
+    return {"CHANNELS": channels, "N": N, "BLOCK_C": block_c, "BLOCK_N": block_n, "num_warps": 4}
+
+
+class _Scan(torch.autograd.Function):
+    """The scan, which keeps the state before each chunk but the first."""
+
+    @staticmethod
+    def forward(ctx, *given):
+        *tensors, layout, chunk_size = given
+        ctx.layout, ctx.chunk_size = _with_captures(layout, chunk_size), chunk_size
+        x_TC, _, A_CN, *_ = tensors
+        states = SlotStates.zeros(layout.num_sequences, A_CN.shape, x_TC.device)
+        kept_nCN = x_TC.new_empty(
+            len(ctx.layout.captures), *A_CN.shape, dtype=torch.float32
+        )
+        y_TC = run(*tensors, states._replace(captured_n=kept_nCN), ctx.layout)
+        ctx.save_for_backward(*tensors, kept_nCN)
+        return y_TC
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_y_TC):
+        *tensors, kept_nCN = ctx.saved_tensors
+        layout, (channels, N), form = ctx.layout, kept_nCN.shape[1:], _form(*kept_nCN.shape[1:])
+        blocks, T = triton.cdiv(channels, form["BLOCK_C"]), layout.num_tokens
+        lanes = min(layout.num_sequences, max(1, MOST_PROGRAMS // blocks))
+        table = SequenceTable.of(layout, grad_y_TC.device)
+        scratch = (lanes, blocks, ctx.chunk_size, form["BLOCK_C"], form["BLOCK_N"])
+        sums = (lanes, channels, N), (blocks, T, N), (blocks, T, N), (lanes, channels)
+        before, *sums = (kept_nCN.new_empty(sizes) for sizes in (scratch, *sums))
+        grad_x_TC, grad_dt_TC = (t.new_empty(T, channels) for t in tensors[:2])
+        gradient_kernel(
+            (lanes, blocks),
+            (
+                *(*tensors, grad_y_TC, kept_nCN, before, table.boundaries, table.capture_offsets),
+                *(grad_x_TC, grad_dt_TC, *sums),
+            ),
+            (layout.num_sequences, ctx.chunk_size),
+            **form,
+        )
+        A, B, C, D = (one.sum(0).to(t.dtype) for one, t in zip(sums, tensors[2:], strict=True))
+        flat = (pad_rows(each, layout) for each in (grad_x_TC, grad_dt_TC, B, C))
+        grad_x_TC, grad_dt_TC, B, C = flat
+        return grad_x_TC, grad_dt_TC, A, B, C, D, None, None
+
+
+def _with_captures(layout: RaggedLayout, chunk_size: int) -> RaggedLayout:
+    """The layout with a capture after all chunks but the last one of each sequence."""
+
+    def make() -> RaggedLayout:
+        bounds = pairwise(layout.cu_seqlens)
+        ends = [at for row, end in bounds for at in range(row + chunk_size, end, chunk_size)]
+        return RaggedLayout(layout.lengths, layout.start_positions, ends, layout.num_padding)
+
+    return layout.cached(("chunk ends", chunk_size), make)
