@@ -1,4 +1,4 @@
-"""Training by kernels: the forward pass is theirs, gradients are those of plain torch."""
+"""Training by kernels: the gradients are those of plain torch."""
 
 import pytest
 import torch
@@ -13,15 +13,15 @@ from megatron_hybrid.ops import dispatch
 
 FIELDS = dict(hidden_size=64, mamba_chunk_size=16, linear_chunk_size=32)
 SERVED = {
-    "M": ("ssd_scan", "mcore", False),
+    "M": ("ssd_scan", "mcore", True),
     "G": ("gated_delta_rule", "fla", True),
     "K": ("kimi_delta_attention", "fla", True),
-    "S": ("selective_scan", "triton", False),
-    "C-": ("causal_conv1d", "triton", False),
+    "S": ("selective_scan", "triton", True),
+    "C-": ("causal_conv1d", "triton", True),
     "*": ("rotate_heads", "triton", False),
 }
 """Pattern of layers -> an op of theirs, the backend that has to serve it, and whether the gradient
-is a library's."""
+is a kernel's."""
 
 
 @pytest.mark.usefixtures("loops_over_tensors")

@@ -309,9 +309,7 @@ class _Scan(torch.autograd.Function):
         ctx.layout, ctx.chunk_size = _with_captures(layout, chunk_size), chunk_size
         x_TC, _, A_CN, *_ = tensors
         states = SlotStates.zeros(layout.num_sequences, A_CN.shape, x_TC.device)
-        kept_nCN = x_TC.new_empty(
-            len(ctx.layout.captures), *A_CN.shape, dtype=torch.float32
-        )
+        kept_nCN = x_TC.new_empty(len(ctx.layout.captures), *A_CN.shape, dtype=torch.float32)
         y_TC = run(*tensors, states._replace(captured_n=kept_nCN), ctx.layout)
         ctx.save_for_backward(*tensors, kept_nCN)
         return y_TC

@@ -26,16 +26,17 @@ from torch import Tensor
 from megatron_hybrid.ops.anchored_chunks import AnchoredChunks
 from megatron_hybrid.ops.checks import pad_rows, rows_between
 from megatron_hybrid.ops.hopper import compiles_wrongly, leave_racing_configs_out
-from megatron_hybrid.ops.kernels import aligned_rows, leave_unspecialized, tf32_refusal
+from megatron_hybrid.ops.kernels import (
+    aligned_rows,
+    is_there,
+    leave_unspecialized,
+    library_bounds,
+    tf32_refusal,
+)
 from megatron_hybrid.ops.launch import checked
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates, capture_steps, step_rows
 from megatron_hybrid.ops.ssd.triton import capture, step
-
-try:
-    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-except ImportError:
-    mamba_chunk_scan_combined = None
 
 REMARKS = [
     remark
@@ -113,17 +114,20 @@ def run(
 
 
 def again(*inputs: Any) -> Callable[..., Tensor] | None:
-    """What has mamba-ssm's gradient; None where it is missing, or compiled wrongly."""
-    return None if mamba_chunk_scan_combined is None or compiles_wrongly() else _differentiable
+    """What has fla-core's gradient; None where it is missing, or compiled wrongly."""
+    return _differentiable if is_there("fla.ops") and not compiles_wrongly() else None
 
 
 def _differentiable(*given: Any) -> Tensor:
-    """The op by mamba-ssm alone."""
-    x, dt, A_H, B, C, D_H, _, layout, chunk_size = given
+    """The op by fla-core's linear attention, which has a B and a C for each head."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    x, dt, A_H, B, C, D_H, _, layout, _ = given
     x, dt, B, C = (rows_between(t, 0, layout.num_tokens)[None] for t in (x, dt, B, C))
-    owners_1T = layout.sequence_ids(x.device).int()[None]
-    form = {"D": D_H.float(), "seq_idx": owners_1T}
-    y_1THP = mamba_chunk_scan_combined(x, dt, A_H.float(), B, C, chunk_size, **form)
+    B, C = (t.repeat_interleave(x.shape[2] // t.shape[2], 2) for t in (B, C))
+    added, bounds = (dt.unsqueeze(-1) * x).to(x.dtype), library_bounds(layout, x.device)
+    y_1THP, _ = chunk_simple_gla(C, B, added, dt.float() * A_H.float(), scale=1.0, **bounds)
+    y_1THP = (y_1THP + D_H.float()[:, None] * x).to(x.dtype)
     return pad_rows(y_1THP[0], layout)
 
 
