@@ -95,6 +95,7 @@ NARROW = {
     "moe_ffn_hidden_size": 32,
     "moe_shared_expert_intermediate_size": 32,
     "moe_latent_size": 32,
+    "num_residual_streams": None,
 }
 """Fields on which no kernel of ours depends, where a model has them; but a gated short convolution
 has `hidden_size` channels."""

@@ -43,16 +43,8 @@ _gated_outputs = checked(chunk_fwd_o)
 _kimi_outputs = checked(chunk_gla_fwd_o_gk)
 
 
-def verify(
-    q_THN: Tensor,
-    k_THN: Tensor,
-    v_THP: Tensor,
-    g_TH: Tensor,
-    beta_TH: Tensor,
-    states: SlotStates | None,
-    layout: RaggedLayout,
-    chunk_size: int = 64,
-) -> str | None:
+def verify(*inputs: Any) -> str | None:
+    q_THN, k_THN, v_THP, g_TH, _, states, _, chunk_size = inputs
     if (refusal := tf32_refusal(v_THP)) is not None:
         return refusal
     if not q_THN.dtype == k_THN.dtype == v_THP.dtype:

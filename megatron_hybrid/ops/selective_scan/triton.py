@@ -26,7 +26,7 @@ ELEMENTS = 1024
 """Elements of a state in one program: 8 of each thread."""
 MOST_PROGRAMS = 512
 """Programs of a backward pass, unless one sequence needs more: each has memory for the states of a
-chunk, 128 KiB for 32."""
+chunk, 256 KiB for 64."""
 MOST_STATES = 64
 """Largest N of a backward pass: each program sums the gradients of B and C over its channels alone,
 so the sums of a token have 2 C N^2 / ELEMENTS numbers."""
@@ -129,15 +129,17 @@ def scan_kernel(
     tl.store(state_ptrs, h, mask=inside)
 
 
+@triton.jit
+def _token(x_ptr, dt_ptr, B_ptr, t, c, s, CHANNELS: tl.constexpr, N: tl.constexpr):
+    """x, dt and B of a token, of contiguous tensors."""
+    x = tl.load(x_ptr + t * CHANNELS + c, mask=c < CHANNELS, other=0.0)
+    dt = tl.load(dt_ptr + t * CHANNELS + c, mask=c < CHANNELS, other=0.0)
+    B = tl.load(B_ptr + t * N + s, mask=s < N, other=0.0)
+    return x.to(tl.float32), dt.to(tl.float32)[:, None], B.to(tl.float32)[None, :]
+
+
 @Kernel
-@triton.jit(
-    do_not_specialize=[
-        *("x_ptr", "dt_ptr", "B_ptr", "C_ptr", "grad_y_ptr", "kept_ptr"),
-        *("boundaries_ptr", "offsets_ptr", "num_sequences", "chunk_size"),
-        *("stride_x_row", "stride_dt_row", "stride_B_row", "stride_C_row", "stride_grad_y_row"),
-        *("stride_grad_B_block", "stride_grad_C_block"),
-    ]
-)
+@triton.jit(do_not_specialize=["num_sequences", "num_tokens"])
 def gradient_kernel(
     x_ptr,
     dt_ptr,
@@ -147,9 +149,9 @@ def gradient_kernel(
     D_ptr,
     grad_y_ptr,
     kept_ptr,
-    before_ptr,
     boundaries_ptr,
     offsets_ptr,
+    before_ptr,
     grad_x_ptr,
     grad_dt_ptr,
     grad_A_ptr,
@@ -157,21 +159,8 @@ def gradient_kernel(
     grad_C_ptr,
     grad_D_ptr,
     num_sequences,
-    chunk_size,
-    stride_x_row,
-    stride_x_channel,
-    stride_dt_row,
-    stride_dt_channel,
-    stride_A_channel,
-    stride_A_state,
-    stride_B_row,
-    stride_B_state,
-    stride_C_row,
-    stride_C_state,
-    stride_grad_y_row,
-    stride_grad_y_channel,
-    stride_grad_B_block,
-    stride_grad_C_block,
+    num_tokens,
+    CHUNK: tl.constexpr,
     CHANNELS: tl.constexpr,
     N: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -181,69 +170,55 @@ def gradient_kernel(
     to the first, and sums of the others, one for each program."""
     lane, block = tl.program_id(0), tl.program_id(1)
     c, s = block * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_N)
-    own, used = c < CHANNELS, s < N
-    inside = own[:, None] & used[None, :]
+    inside = (c < CHANNELS)[:, None] & (s < N)[None, :]
     places = c[:, None] * N + s[None, :]
-    A_ptrs = A_ptr + c[:, None] * stride_A_channel + s[None, :] * stride_A_state
-    A = tl.load(A_ptrs, mask=inside, other=0.0).to(tl.float32)
-    D = tl.load(D_ptr + c, mask=own, other=0.0).to(tl.float32)
+    A = tl.load(A_ptr + places, mask=inside, other=0.0).to(tl.float32)
+    D = tl.load(D_ptr + c, mask=c < CHANNELS, other=0.0).to(tl.float32)
     program = tl.cast(lane, tl.int64) * tl.num_programs(1) + block
-    before_ptrs = before_ptr + program * chunk_size * (BLOCK_C * BLOCK_N)
+    before_ptrs = before_ptr + program * (CHUNK * BLOCK_C * BLOCK_N)
     before_ptrs += tl.arange(0, BLOCK_C)[:, None] * BLOCK_N + s[None, :]
     grad_A, grad_D = tl.zeros_like(A), tl.zeros_like(D)
     for sequence in range(lane, num_sequences, tl.num_programs(0)):
         row = tl.load(boundaries_ptr + sequence).to(tl.int64)
         end = tl.load(boundaries_ptr + sequence + 1).to(tl.int64)
-        offset = tl.load(offsets_ptr + sequence).to(tl.int64)
-        num_chunks = (end - row + chunk_size - 1) // chunk_size
+        kept = tl.load(offsets_ptr + sequence).to(tl.int64)
         grad_h = tl.zeros_like(A)
+        num_chunks = tl.cdiv(end - row, CHUNK)
         for later in range(0, num_chunks):
             chunk = num_chunks - 1 - later
-            first = row + chunk * chunk_size
-            length = tl.minimum(end - first, chunk_size)
-            kept_ptrs = kept_ptr + (offset + chunk - 1) * (CHANNELS * N) + places
+            first = row + chunk * CHUNK
+            length = tl.minimum(end - first, CHUNK)
+            kept_ptrs = kept_ptr + (kept + chunk - 1) * (CHANNELS * N) + places
             h = tl.load(kept_ptrs, mask=inside & (chunk > 0), other=0.0)
             for i in range(0, length):
-                t = first + i
-                x = tl.load(x_ptr + t * stride_x_row + c * stride_x_channel, mask=own, other=0.0)
-                dt_ptrs = dt_ptr + t * stride_dt_row + c * stride_dt_channel
-                dt = tl.load(dt_ptrs, mask=own, other=0.0).to(tl.float32)
-                B = tl.load(B_ptr + t * stride_B_row + s * stride_B_state, mask=used, other=0.0)
+                x, dt, B = _token(x_ptr, dt_ptr, B_ptr, first + i, c, s, CHANNELS, N)
                 tl.store(before_ptrs + i * (BLOCK_C * BLOCK_N), h)
-                added = (dt * x.to(tl.float32))[:, None] * B.to(tl.float32)[None, :]
-                h = tl.exp(dt[:, None] * A) * h + added
+                h = tl.exp(dt * A) * h + dt * x[:, None] * B
             tl.debug_barrier()  # all threads have written the states
             for later_row in range(0, length):
                 i = length - 1 - later_row
                 t = first + i
-                x = tl.load(x_ptr + t * stride_x_row + c * stride_x_channel, mask=own, other=0.0)
-                dt_ptrs = dt_ptr + t * stride_dt_row + c * stride_dt_channel
-                dt = tl.load(dt_ptrs, mask=own, other=0.0).to(tl.float32)
-                B = tl.load(B_ptr + t * stride_B_row + s * stride_B_state, mask=used, other=0.0)
-                C = tl.load(C_ptr + t * stride_C_row + s * stride_C_state, mask=used, other=0.0)
-                grad_y_ptrs = grad_y_ptr + t * stride_grad_y_row + c * stride_grad_y_channel
-                grad_y = tl.load(grad_y_ptrs, mask=own, other=0.0).to(tl.float32)
-                x, B = x.to(tl.float32), B.to(tl.float32)
-                decay = tl.exp(dt[:, None] * A)
+                x, dt, B = _token(x_ptr, dt_ptr, B_ptr, t, c, s, CHANNELS, N)
+                _, grad_y, C = _token(x_ptr, grad_y_ptr, C_ptr, t, c, s, CHANNELS, N)
+                decay, dtx = tl.exp(dt * A), dt * x[:, None]
                 decayed = tl.load(before_ptrs + i * (BLOCK_C * BLOCK_N)) * decay
-                h = decayed + (dt * x)[:, None] * B[None, :]
-                of_C = tl.sum(grad_y[:, None] * h, axis=0)
-                grad_h += grad_y[:, None] * C.to(tl.float32)[None, :]
-                of_B = tl.sum((dt * x)[:, None] * grad_h, axis=0)
-                grad_dtx = tl.sum(grad_h * B[None, :], axis=1)
-                grad_log = grad_h * decayed
-                grad_dt = tl.sum(grad_log * A, axis=1) + grad_dtx * x
-                grad_A += grad_log * dt[:, None]
-                grad_D += grad_y * x
-                tl.store(grad_x_ptr + t * CHANNELS + c, grad_dtx * dt + D * grad_y, mask=own)
-                tl.store(grad_dt_ptr + t * CHANNELS + c, grad_dt, mask=own)
-                tl.store(grad_B_ptr + block * stride_grad_B_block + t * N + s, of_B, mask=used)
-                tl.store(grad_C_ptr + block * stride_grad_C_block + t * N + s, of_C, mask=used)
+                of_C = tl.sum(grad_y * (decayed + dtx * B), axis=0)
+                grad_h += grad_y * C
+                of_B = tl.sum(grad_h * dtx, axis=0)
+                of_dtx, of_log = tl.sum(grad_h * B, axis=1), grad_h * decayed
+                of_x = tl.sum(dt * of_dtx[:, None] + grad_y * D[:, None], axis=1)
+                of_dt = tl.sum(of_log * A, axis=1) + of_dtx * x
+                grad_A += of_log * dt
+                grad_D += tl.sum(grad_y * x[:, None], axis=1)
+                sums = (block * num_tokens + t) * N + s
+                tl.store(grad_x_ptr + t * CHANNELS + c, of_x, mask=c < CHANNELS)
+                tl.store(grad_dt_ptr + t * CHANNELS + c, of_dt, mask=c < CHANNELS)
+                tl.store(grad_B_ptr + sums, of_B, mask=s < N)
+                tl.store(grad_C_ptr + sums, of_C, mask=s < N)
                 grad_h *= decay
             tl.debug_barrier()  # all have read them
-    places += lane * (CHANNELS * N)
-    tl.store(grad_A_ptr + places, grad_A, mask=inside)
-    tl.store(grad_D_ptr + lane * CHANNELS + c, grad_D, mask=own)
+    tl.store(grad_A_ptr + lane * (CHANNELS * N) + places, grad_A, mask=inside)
+    tl.store(grad_D_ptr + lane * CHANNELS + c, grad_D, mask=c < CHANNELS)
 
 
 def verify(x_TC: Tensor, dt_TC: Tensor, A_CN: Tensor, *_: Any) -> str | None:
@@ -285,12 +260,8 @@ def run(
 
 
 def again(x_TC: Tensor, dt_TC: Tensor, A_CN: Tensor, *_: Any) -> Callable[..., Tensor] | None:
-    return _differentiable if A_CN.shape[1] <= MOST_STATES else None
-
-
-def _differentiable(*given: Any) -> Tensor:
-    *tensors, _, layout, chunk_size = given
-    return _Scan.apply(*tensors, layout, chunk_size)
+    """What has a kernel's gradient; None for wide states."""
+    return _Scan.apply if A_CN.shape[1] <= MOST_STATES else None
 
 
 def _form(channels: int, N: int) -> dict[str, int]:
@@ -300,53 +271,42 @@ def _form(channels: int, N: int) -> dict[str, int]:
     return {"CHANNELS": channels, "N": N, "BLOCK_C": block_c, "BLOCK_N": block_n, "num_warps": 4}
 
 
+def _with_captures(layout: RaggedLayout, chunk: int) -> RaggedLayout:
+    """The layout with a capture after each chunk but a sequence's last."""
+    bounds = pairwise(layout.cu_seqlens)
+    ends = [at for row, end in bounds for at in range(row + chunk, end, chunk)]
+    return RaggedLayout(layout.lengths, layout.start_positions, tuple(ends), layout.num_padding)
+
+
 class _Scan(torch.autograd.Function):
-    """The scan, which keeps the state before each chunk but the first."""
+    """The scan from zeros, which keeps the state before each chunk but a sequence's first."""
 
     @staticmethod
     def forward(ctx, *given):
-        *tensors, layout, chunk_size = given
-        ctx.layout, ctx.chunk_size = _with_captures(layout, chunk_size), chunk_size
-        x_TC, _, A_CN, *_ = tensors
-        states = SlotStates.zeros(layout.num_sequences, A_CN.shape, x_TC.device)
-        kept_nCN = x_TC.new_empty(len(ctx.layout.captures), *A_CN.shape, dtype=torch.float32)
-        y_TC = run(*tensors, states._replace(captured_n=kept_nCN), ctx.layout)
-        ctx.save_for_backward(*tensors, kept_nCN)
-        return y_TC
+        *tensors, _, layout, chunk = given
+        ctx.layout = layout.cached(("chunk ends", chunk), lambda: _with_captures(layout, chunk))
+        ctx.form = _form(*tensors[2].shape) | {"CHUNK": chunk}
+        states = SlotStates.zeros(layout.num_sequences, tensors[2].shape, tensors[0].device)
+        kept_nCN = states.pool_S.new_empty(len(ctx.layout.captures), *tensors[2].shape)
+        ctx.save_for_backward(*(t.contiguous() for t in tensors), kept_nCN)
+        return run(*tensors, states._replace(captured_n=kept_nCN), ctx.layout)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y_TC):
         *tensors, kept_nCN = ctx.saved_tensors
-        layout, (channels, N), form = ctx.layout, kept_nCN.shape[1:], _form(*kept_nCN.shape[1:])
-        blocks, T = triton.cdiv(channels, form["BLOCK_C"]), layout.num_tokens
-        lanes = min(layout.num_sequences, max(1, MOST_PROGRAMS // blocks))
-        table = SequenceTable.of(layout, grad_y_TC.device)
-        scratch = (lanes, blocks, ctx.chunk_size, form["BLOCK_C"], form["BLOCK_N"])
-        sums = (lanes, channels, N), (blocks, T, N), (blocks, T, N), (lanes, channels)
-        before, *sums = (kept_nCN.new_empty(sizes) for sizes in (scratch, *sums))
-        grad_x_TC, grad_dt_TC = (t.new_empty(T, channels) for t in tensors[:2])
-        gradient_kernel(
-            (lanes, blocks),
-            (
-                *(*tensors, grad_y_TC, kept_nCN, before, table.boundaries, table.capture_offsets),
-                *(grad_x_TC, grad_dt_TC, *sums),
-            ),
-            (layout.num_sequences, ctx.chunk_size),
-            **form,
-        )
+        R, T = ctx.layout.num_sequences, ctx.layout.num_tokens
+        (_, C, N), form = kept_nCN.shape, ctx.form
+        blocks = triton.cdiv(C, form["BLOCK_C"])
+        lanes = min(R, max(1, MOST_PROGRAMS // blocks))
+        table = SequenceTable.of(ctx.layout, grad_y_TC.device)
+        states = (lanes, blocks, form["CHUNK"], form["BLOCK_C"], form["BLOCK_N"])
+        of_A, of_B, of_D = (lanes, C, N), (blocks, T, N), (lanes, C)
+        before, *sums = (kept_nCN.new_empty(each) for each in (states, of_A, of_B, of_B, of_D))
+        rows = [t.new_empty(T, C) for t in tensors[:2]]
+        inputs = (*tensors, grad_y_TC.contiguous(), kept_nCN)
+        tables = (table.boundaries, table.capture_offsets)
+        gradient_kernel((lanes, blocks), (*inputs, *tables, before, *rows, *sums), (R, T), **form)
         A, B, C, D = (one.sum(0).to(t.dtype) for one, t in zip(sums, tensors[2:], strict=True))
-        flat = (pad_rows(each, layout) for each in (grad_x_TC, grad_dt_TC, B, C))
-        grad_x_TC, grad_dt_TC, B, C = flat
-        return grad_x_TC, grad_dt_TC, A, B, C, D, None, None
-
-
-def _with_captures(layout: RaggedLayout, chunk_size: int) -> RaggedLayout:
-    """The layout with a capture after all chunks but the last one of each sequence."""
-
-    def make() -> RaggedLayout:
-        bounds = pairwise(layout.cu_seqlens)
-        ends = [at for row, end in bounds for at in range(row + chunk_size, end, chunk_size)]
-        return RaggedLayout(layout.lengths, layout.start_positions, ends, layout.num_padding)
-
-    return layout.cached(("chunk ends", chunk_size), make)
+        x, dt, B, C = (pad_rows(each, ctx.layout) for each in (*rows, B, C))
+        return x, dt, A, B, C, D, None, None, None

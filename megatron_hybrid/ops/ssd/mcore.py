@@ -66,17 +66,8 @@ _scores = checked(_bmm_chunk_fwd, a=3, b=3)
 _outputs = checked(_chunk_scan_fwd, x=3, C=3, out=3, D=1)
 
 
-def verify(
-    x_THP: Tensor,
-    dt_TH: Tensor,
-    A_H: Tensor,
-    B_TGN: Tensor,
-    C_TGN: Tensor,
-    D_H: Tensor,
-    states: SlotStates | None,
-    layout: RaggedLayout,
-    chunk_size: int = 64,
-) -> str | None:
+def verify(x_THP: Tensor, *others: Any) -> str | None:
+    _, _, B_TGN, C_TGN, *_, chunk_size = others
     if (refusal := tf32_refusal(x_THP, B_TGN, C_TGN)) is not None:
         return refusal
     if chunk_size < 16 or chunk_size & (chunk_size - 1):
