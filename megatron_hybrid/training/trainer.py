@@ -625,13 +625,8 @@ def _finalize_gradients(
     **options: Any,
 ) -> None:
     """Sum gradients over ranks and divide by what the loss counted on all, after the backward
-    passes of a step.
-
-    Args:
-        count: on this rank, in place of core's, which is an integer.
-        unit: 1, or a power of two where weights are summed, which are at least 0.001: core takes a
-            count below 1 for 1.
-    """
+    passes of a step. count: on this rank, in place of core's, which is an integer; core takes one
+    below 1 for 1. unit: 1, or a power of two where it sums weights, which are at least 0.001."""
     finalize_model_grads(list(chunks), count * unit, **options)
     for chunk in chunks:  # after core, whose reductions may be under way until then
         if unit > 1:
