@@ -27,7 +27,7 @@ kernel's, and what is kept as a share of plain torch's. Queries and keys are kep
 rotation, too; in 16 bits the share of attention is 0.81."""
 
 
-UNTRAINED = {"expert_mlps", "packed_linear"}
+UNTRAINED = {"expert_mlps", "packed_linear", "unpack"}
 """By torch's own products, and of weights that have no gradient."""
 
 

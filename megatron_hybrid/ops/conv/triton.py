@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_hybrid.ops.checks import pad_rows, rows_between
 from megatron_hybrid.ops.kernels import SequenceTable, is_there, library_bounds
-from megatron_hybrid.ops.launch import Kernel
+from megatron_hybrid.ops.launch import Kernel, checked
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates, capture_steps
 
@@ -250,5 +250,6 @@ def _differentiable(*given: Any) -> Tensor:
     x_TC, weight_CK, bias_C, _, layout, activation = given
     x_1TC = rows_between(x_TC, 0, layout.num_tokens)[None]
     bounds = library_bounds(layout, x_TC.device)
-    y_1TC, _ = causal_conv1d(x_1TC, weight_CK, bias_C, activation=activation, **bounds)
+    convolve = checked(causal_conv1d, x=2)
+    y_1TC, _ = convolve(x_1TC, weight_CK, bias_C, activation=activation, **bounds)
     return pad_rows(y_1TC[0], layout)

@@ -135,7 +135,7 @@ def _token(x_ptr, dt_ptr, B_ptr, t, c, s, CHANNELS: tl.constexpr, N: tl.constexp
     x = tl.load(x_ptr + t * CHANNELS + c, mask=c < CHANNELS, other=0.0)
     dt = tl.load(dt_ptr + t * CHANNELS + c, mask=c < CHANNELS, other=0.0)
     B = tl.load(B_ptr + t * N + s, mask=s < N, other=0.0)
-    return x.to(tl.float32), dt.to(tl.float32)[:, None], B.to(tl.float32)[None, :]
+    return x.to(tl.float32), dt.to(tl.float32), B.to(tl.float32)[None, :]
 
 
 @Kernel
@@ -193,23 +193,23 @@ def gradient_kernel(
             for i in range(0, length):
                 x, dt, B = _token(x_ptr, dt_ptr, B_ptr, first + i, c, s, CHANNELS, N)
                 tl.store(before_ptrs + i * (BLOCK_C * BLOCK_N), h)
-                h = tl.exp(dt * A) * h + dt * x[:, None] * B
+                h = tl.exp(dt[:, None] * A) * h + (dt * x)[:, None] * B
             tl.debug_barrier()  # all threads have written the states
             for later_row in range(0, length):
                 i = length - 1 - later_row
                 t = first + i
                 x, dt, B = _token(x_ptr, dt_ptr, B_ptr, t, c, s, CHANNELS, N)
                 _, grad_y, C = _token(x_ptr, grad_y_ptr, C_ptr, t, c, s, CHANNELS, N)
-                decay, dtx = tl.exp(dt * A), dt * x[:, None]
+                decay, dtx = tl.exp(dt[:, None] * A), (dt * x)[:, None]
                 decayed = tl.load(before_ptrs + i * (BLOCK_C * BLOCK_N)) * decay
-                of_C = tl.sum(grad_y * (decayed + dtx * B), axis=0)
-                grad_h += grad_y * C
-                of_B = tl.sum(grad_h * dtx, axis=0)
-                of_dtx, of_log = tl.sum(grad_h * B, axis=1), grad_h * decayed
-                of_x = tl.sum(dt * of_dtx[:, None] + grad_y * D[:, None], axis=1)
-                of_dt = tl.sum(of_log * A, axis=1) + of_dtx * x
-                grad_A += of_log * dt
-                grad_D += tl.sum(grad_y * x[:, None], axis=1)
+                of_C = tl.sum(grad_y[:, None] * (decayed + dtx * B), axis=0)
+                grad_h += grad_y[:, None] * C
+                of_B, of_dtx = tl.sum(grad_h * dtx, axis=0), tl.sum(grad_h * B, axis=1)
+                of_log = grad_h * decayed
+                of_x = of_dtx * dt + grad_y * D
+                of_dt = of_dtx * x + tl.sum(of_log * A, axis=1)
+                grad_A += of_log * dt[:, None]
+                grad_D += grad_y * x
                 sums = (block * num_tokens + t) * N + s
                 tl.store(grad_x_ptr + t * CHANNELS + c, of_x, mask=c < CHANNELS)
                 tl.store(grad_dt_ptr + t * CHANNELS + c, of_dt, mask=c < CHANNELS)
