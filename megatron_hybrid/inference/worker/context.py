@@ -122,6 +122,7 @@ class DynamicInferenceContext:
         max_drafts: of a request in a step.
         num_model_layers: those in front of the MTP head, whose layers the
             memory has, too; None: it has none.
+        row_alignment: the rows of a step are a multiple of it; it divides `ROW_ALIGNMENT`.
 
     A decode with drafts is laid out as so many decodes, each of which continues the one before it
     (`RaggedLayout.depths`): all have the bits of decodes in steps of their own.
@@ -142,11 +143,12 @@ class DynamicInferenceContext:
         max_drafts: int = 0,
         num_model_layers: int | None = None,
         has_adapters: bool = False,
+        row_alignment: int = ROW_ALIGNMENT,
     ):
         self.memory = memory
         self.adapter_slots: Tensor | None = None
         """The slot of each row's adapter, int64 [T], below 0 for none; None: no row has one."""
-        self._has_adapters = has_adapters
+        self._has_adapters, self._row_alignment = has_adapters, row_alignment
         self.prediction = (
             None if num_model_layers is None else PredictionContext(self, num_model_layers)
         )
@@ -287,7 +289,7 @@ class DynamicInferenceContext:
             # The state at the end of the chunk is the live slot itself, after the forward.
             if work.saves or work.draft_draws:
                 captures += [begin + position - work.start for position in work.captures]
-        num_padding = -int(ends[-1]) % ROW_ALIGNMENT
+        num_padding = -int(ends[-1]) % self._row_alignment
         layout = RaggedLayout(lengths, starts.tolist(), captures, num_padding, depths=depths)
         own_slots = [work.slot for work in works]
         return _Rows(
