@@ -102,22 +102,15 @@ class AttentionFields(LayerFields):
 
     def check(self) -> None:
         self._require_positive("num_query_groups", "kv_channels")
-        if self.num_attention_heads % self.num_query_groups:
-            raise ValueError(
-                f"num_attention_heads is {self.num_attention_heads}, not a multiple of "
-                f"num_query_groups={self.num_query_groups}. Each group serves as many heads."
-            )
+        each = "Each group serves as many heads."
+        self._require_multiple("num_attention_heads", "num_query_groups", each)
         if self.keys_as_values and self.value_channels not in (None, self.kv_channels):
             raise ValueError(
                 f"value_channels is {self.value_channels}, but keys_as_values=True makes values of "
                 f"keys, {self.kv_channels} wide. Leave it at None."
             )
         self.check_ranks()
-        if self.position_embedding_type == "rope" and (self.rotary_dim % 2 or not self.rotary_dim):
-            raise ValueError(
-                f"RoPE rotates {self.rotary_dim} of kv_channels={self.kv_channels} dimensions "
-                f"(rotary_percent={self.rotary_percent}); it needs an even number of 2 or more."
-            )
+        self._require_even_rotation(self.rotary_dim, "kv_channels")
 
     def check_ranks(self) -> None:
         """Raises ValueError unless heads divide over the ranks. Runs before megatron-core's own
@@ -210,8 +203,4 @@ class LatentAttentionFields(LayerFields):
 
     def check(self) -> None:
         self._require_divisible("num_attention_heads")
-        if self.position_embedding_type == "rope" and self.qk_pos_emb_head_dim % 2:
-            raise ValueError(
-                f"RoPE rotates qk_pos_emb_head_dim={self.qk_pos_emb_head_dim} dimensions; it needs "
-                "an even number. For no rotation use position_embedding_type='none'."
-            )
+        self._require_even_rotation(self.qk_pos_emb_head_dim, "qk_pos_emb_head_dim")

@@ -53,6 +53,22 @@ class FieldGroup:
         for field in fields:
             check_field(field, getattr(self, field), Annotated[int, Range(ge=1)])
 
+    def _require_multiple(self, field: str, step: str, why: str) -> None:
+        """Raises ValueError unless a field is a multiple of another one. why: it must be."""
+        value, size = getattr(self, field), getattr(self, step)
+        if value % size:
+            raise ValueError(f"{field} is {value}, not a multiple of {step}={size}. {why}")
+
+    def _require_even_rotation(self, dims: int, of: str) -> None:
+        """Raises ValueError if RoPE rotates an odd number of dimensions, or none. of: a field with
+        the width of a head."""
+        if self.position_embedding_type == "rope" and (dims % 2 or not dims):
+            raise ValueError(
+                f"RoPE rotates {dims} of {of}={getattr(self, of)} dimensions (rotary_percent="
+                f"{self.rotary_percent}); it needs an even number of 2 or more. For no rotation "
+                "use position_embedding_type='none'."
+            )
+
     def _require_divisible(
         self, *fields: str, parallel_size: str = "tensor_model_parallel_size"
     ) -> None:

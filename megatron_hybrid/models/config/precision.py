@@ -50,14 +50,9 @@ class PrecisionFields(ModelFields):
         self.fp16 = self.params_dtype == torch.float16
         # Of the hidden states between stages.
         self.pipeline_dtype = torch.float32 if self.fp32_residual_connection else self.params_dtype
-        if self.recurrent_state_dtype == torch.float16:
-            raise ValueError(
-                "recurrent_state_dtype is torch.float16, whose range ends at 65504: a state that "
-                "adds up over a long sequence overflows or underflows in silence. Use "
-                "torch.float32, or torch.bfloat16 for half the memory."
-            )
         if self.recurrent_state_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
-                f"recurrent_state_dtype is {self.recurrent_state_dtype}; "
-                "use torch.float32 or torch.bfloat16."
+                f"recurrent_state_dtype is {self.recurrent_state_dtype}; use torch.float32, or "
+                "torch.bfloat16 for half the memory. In torch.float16, whose range ends at 65504, "
+                "a state that adds up over a long sequence overflows or underflows in silence."
             )

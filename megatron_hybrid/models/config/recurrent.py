@@ -72,11 +72,8 @@ class Mamba2Fields(LayerFields):
                     f"mamba_head_dim={self.mamba_head_dim}. Change one, or set mamba_num_heads."
                 )
             self.mamba_num_heads = width // self.mamba_head_dim
-        if self.mamba_num_heads % self.mamba_num_groups:
-            raise ValueError(
-                f"mamba_num_heads is {self.mamba_num_heads}, not a multiple of "
-                f"mamba_num_groups={self.mamba_num_groups}. Each group serves as many heads."
-            )
+        each = "Each group serves as many heads."
+        self._require_multiple("mamba_num_heads", "mamba_num_groups", each)
         self._require_divisible("mamba_num_heads")
         self._require_divisible_or_copied("mamba_num_groups")
         limits = (self.mamba_dt_min, self.mamba_dt_max)
@@ -138,11 +135,8 @@ class Mamba1Fields(LayerFields):
         if self.mamba1_num_heads == 1:
             return
         self._require_divisible("mamba1_num_heads")
-        if self.mamba1_inner_size % self.mamba1_num_heads:
-            raise ValueError(
-                f"mamba1_inner_size is {self.mamba1_inner_size}, not a multiple of "
-                f"mamba1_num_heads={self.mamba1_num_heads}. All heads have as many channels."
-            )
+        each = "All heads have as many channels."
+        self._require_multiple("mamba1_inner_size", "mamba1_num_heads", each)
         if self.mamba1_norm != "none":
             raise ValueError(
                 f"mamba1_norm is {self.mamba1_norm!r}, which layers of "
@@ -180,11 +174,8 @@ class RGLRUFields(LayerFields):
     def check(self) -> None:
         if self.lru_width is None:
             self.lru_width = self.hidden_size
-        if self.lru_width % self.lru_num_blocks:
-            raise ValueError(
-                f"lru_width is {self.lru_width}, not a multiple of "
-                f"lru_num_blocks={self.lru_num_blocks}. All blocks have as many channels."
-            )
+        each = "All blocks have as many channels."
+        self._require_multiple("lru_width", "lru_num_blocks", each)
         self._require_divisible("lru_num_blocks")
 
 
@@ -264,19 +255,12 @@ class LightningAttentionFields(LayerFields):
     def check(self) -> None:
         """See `FieldGroup.check`. It comes after that of `DeltaRuleFields`."""
         self._require_divisible("linear_num_key_heads")
-        if self.linear_num_key_heads % self.lightning_norm_groups:
-            raise ValueError(
-                f"linear_num_key_heads is {self.linear_num_key_heads}, not a multiple of "
-                f"lightning_norm_groups={self.lightning_norm_groups}. Groups have as many heads."
-            )
+        each = "Groups have as many heads."
+        self._require_multiple("linear_num_key_heads", "lightning_norm_groups", each)
         self._require_divisible_or_copied("lightning_norm_groups")
-        turned = int(self.linear_key_head_dim * self.rotary_percent)
-        is_turned = self.lightning_rope and self.position_embedding_type == "rope"
-        if is_turned and (turned % 2 or not turned):
-            raise ValueError(
-                f"RoPE turns {turned} of linear_key_head_dim={self.linear_key_head_dim} dimensions "
-                f"(rotary_percent={self.rotary_percent}); it needs an even number of 2 or more."
-            )
+        if self.lightning_rope:
+            dims = int(self.linear_key_head_dim * self.rotary_percent)
+            self._require_even_rotation(dims, "linear_key_head_dim")
 
 
 @dataclass
@@ -292,10 +276,6 @@ class GatedDeltaNetFields(LayerFields):
         """See `FieldGroup.check`. It comes after that of `DeltaRuleFields`."""
         if self.linear_num_value_heads is None:
             self.linear_num_value_heads = 2 * self.linear_num_key_heads
-        if self.linear_num_value_heads % self.linear_num_key_heads:
-            raise ValueError(
-                f"linear_num_value_heads is {self.linear_num_value_heads}, not a multiple of "
-                f"linear_num_key_heads={self.linear_num_key_heads}. "
-                "Each key head serves as many value heads."
-            )
+        each = "Each key head serves as many value heads."
+        self._require_multiple("linear_num_value_heads", "linear_num_key_heads", each)
         self._require_divisible("linear_num_value_heads")

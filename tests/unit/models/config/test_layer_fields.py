@@ -19,7 +19,7 @@ REFUSED = {
     ],
     "A": [
         ({"lightning_norm_groups": 3}, "not a multiple of lightning_norm_groups=3"),
-        ({"lightning_rope": True, "rotary_percent": 0.07}, "RoPE turns 1 of linear_key_head"),
+        ({"lightning_rope": True, "rotary_percent": 0.07}, "RoPE rotates 1 of linear_key"),
     ],
     "U": [
         ({"lru_num_blocks": 5}, "lru_width is 48, not a multiple of lru_num_blocks=5"),
