@@ -86,7 +86,8 @@ def get_layer_spec(config: HybridConfig, symbol: str) -> LayerSpec:
         te = compat.transformer_engine_modules()
         # A projection of all of the layer's input normalises it itself.
         fused = mixer.input_projection is not None and config.norm_placement in ("pre", "sandwich")
-        fused = fused and not _lacks_bias(config) and config.residual_rank is None
+        fused = fused and not _lacks_bias(config)
+        fused = fused and config.residual_rank is None and config.query_rank is None
         modules = MixerSubmodules(
             input_projection=te.TELayerNormColumnParallelLinear
             if fused

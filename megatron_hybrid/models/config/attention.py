@@ -32,6 +32,10 @@ class AttentionFields(LayerFields):
     value_multiplier: float = 1.0
     """Factor of the values."""
 
+    query_rank: Annotated[int, Range(ge=1)] | None = None
+    """Rank of the projection of queries, in two parts with a norm between them; None: full rank, in
+    one projection with keys and values."""
+
     softmax_scale: Annotated[float, Range(gt=0)] | None = None
     """Factor of attention scores; None: kv_channels^-0.5."""
 
@@ -108,6 +112,13 @@ class AttentionFields(LayerFields):
             raise ValueError(
                 f"value_channels is {self.value_channels}, but keys_as_values=True makes values of "
                 f"keys, {self.kv_channels} wide. Leave it at None."
+            )
+        has_biases = self.add_bias_linear or self.add_qkv_bias
+        is_alone = self.num_query_groups == 1 and self.kv_source_layer is None
+        if self.query_rank is not None and (has_biases or not is_alone):
+            raise ValueError(
+                f"query_rank is {self.query_rank}, which needs num_query_groups=1 with keys and "
+                "values of its own, and no biases. Set these, or leave query_rank at None."
             )
         self.check_ranks()
         self._require_even_rotation(self.rotary_dim, "kv_channels")

@@ -41,6 +41,7 @@ _PLAIN = {
     "mlp_output_multiplier": 1.0,
     "activation_sparsity": 0.0,
     "residual_rank": None,
+    "query_rank": None,
 }
 """Field -> the one value that a shared block supports."""
 

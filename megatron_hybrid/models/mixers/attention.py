@@ -19,6 +19,7 @@ from megatron_hybrid.models.mixers.base import (
 )
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import (
+    ReplicatedLinear,
     build_input_projection,
     build_output_projection,
 )
@@ -76,7 +77,7 @@ class AttentionMixer(Mixer):
         # Rows are ordered by group: its queries (and gates), key and value. Ranks have whole
         # groups, or several share one's queries and gates, with copies of its key and value.
         copies, repeats = max(1, tp_size // groups), min(tp_size, groups)
-        blocks = [(queries // groups, 1)]
+        blocks = [(queries // groups, 1)] if config.query_rank is None else []
         self.gate_dim = 1 if config.attention_head_gate else self.value_dim
         if config.attention_output_gate:
             blocks.append((config.num_attention_heads // groups * self.gate_dim, 1))
@@ -106,6 +107,18 @@ class AttentionMixer(Mixer):
             comm_buffer="proj",
             bias=config.has_attention_output_bias,
         )
+        if (rank := config.query_rank) is not None:
+            eps = config.layernorm_epsilon
+            self.linear_q_down_proj = ReplicatedLinear(config, config.hidden_size, rank)
+            self.latent_norm = place.submodules.norm(config=config, hidden_size=rank, eps=eps)
+            self.linear_q_up_proj = build_input_projection(
+                place.submodules.column,
+                config,
+                (queries,),
+                place.pg_collection,
+                comm_buffer="q_up_proj",
+                input_size=rank,
+            )
         # Each rank norms its own heads alone; core's finalize_model_grads sums these gradients.
         self.q_layernorm = self._build_norm(place.submodules.norm, config.num_attention_heads)
         self.k_layernorm = (
@@ -137,6 +150,9 @@ class AttentionMixer(Mixer):
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
         """[T, hidden] -> (output [T, hidden], bias or None)."""
         mixed, _ = self.linear_qkv(hidden_Th)
+        if self.config.query_rank is not None:  # there is one group, which begins with its queries
+            q, _ = self.linear_q_up_proj(self.latent_norm(self.linear_q_down_proj(hidden_Th)))
+            mixed = torch.cat((q, mixed), -1)
         return self.attend(mixed, context, self.layer_number)
 
     def attend(

@@ -132,7 +132,7 @@ MODELS = {
         qk_layernorm_scope="all_heads",
         share_embeddings_and_output_weights=True,
         layer_overrides={
-            "W": {"keys_as_values": True, "softmax_type": "learnable"},
+            "W": {"keys_as_values": True, "softmax_type": "learnable", "query_rank": 24},
             "5": {"kv_source_layer": 2},
             "7": {"num_query_groups": 4},
         },

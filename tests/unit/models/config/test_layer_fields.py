@@ -27,6 +27,7 @@ REFUSED = {
     ],
     "*": [
         ({"keys_as_values": True, "value_channels": 6}, "value_channels is 6, but keys_as_values"),
+        ({"query_rank": 5}, "query_rank is 5, which needs num_query_groups=1"),
     ],
     "+": [
         ({"qk_pos_emb_head_dim": 5}, "qk_pos_emb_head_dim=5"),
