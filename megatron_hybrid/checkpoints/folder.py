@@ -289,8 +289,10 @@ def _read_json(path: Path) -> dict[str, Any]:
         return read_json(path, CheckpointError)
     if (adapter := path.parent / ADAPTER_FILE).is_file():
         raise CheckpointError(_advice_for_adapter(adapter))
-    exported = path.parent / "exported"  # in the folder of a training run
-    such = f", such as {exported}" if (exported / path.name).is_file() else ""
+    # In the folder of a training run; in that of a model in the cache of Hugging Face.
+    places = f"exported/{path.name}", f"snapshots/*/{path.name}"
+    found = [each for place in places for each in path.parent.glob(place)]
+    such = f", such as {max(found, key=os.path.getmtime).parent}" if found else ""
     if not such and is_torch_dist(path.parent):
         such = f". This one is Megatron's: `megatron-hybrid convert {path.parent} NEW` reads it"
     raise CheckpointError(

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+CONSOLIDATED_FILE = "consolidated.safetensors"
 PICKLED_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -252,6 +253,11 @@ def _nothing_found(folder: Path) -> str:
         return message + (
             f"There is {pickled[0]}, but pickled weights are not read. Convert them: load the "
             "folder in transformers and call save_pretrained."
+        )
+    if (folder / CONSOLIDATED_FILE).exists():
+        return message + (
+            f"There is {CONSOLIDATED_FILE}, whose tensors have Mistral's own names: download "
+            f"{WEIGHTS_FILE} of the same model."
         )
     return message + "A checkpoint holds its weights there."
 

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,9 @@ def _follow_class(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any]) 
 
 def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """Make a tokenizer from files of another kind. Returns it and its special tokens by role."""
+    is_of_pieces = path.name == "tokenizer.model" and path.read_bytes()[:1] == b"\n"  # a protobuf
+    if is_of_pieces and find_spec("sentencepiece") is None:
+        raise ValueError(f"{path} needs a package to be read: pip install sentencepiece protobuf")
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -190,7 +194,9 @@ def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
             f"{path.parent / TOKENIZER_FILE} does not exist, and the {type(loaded).__name__} that "
             f"transformers makes from {path.name} cannot be written as one."
         )
-    return tokenizer, loaded.special_tokens_map
+    # transformers gives tokens of Mistral's files no roles.
+    roles = {"bos_token": "<s>", "eos_token": "</s>"} if path.name == "tekken.json" else {}
+    return tokenizer, {**roles, **loaded.special_tokens_map}
 
 
 def _template_files(folder: Path) -> dict[str, Path]:

@@ -86,7 +86,7 @@ def _stated(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     text = language_part(values) or values
     if text is not values:
         yield "language model", str(text.get("model_type"))
-    if (context := text.get("max_position_embeddings")) is not None:
+    if (context := text.get("max_position_embeddings", text.get("max_seq_len"))) is not None:
         yield "context", f"{context:,} tokens" if isinstance(context, int) else str(context)
 
 

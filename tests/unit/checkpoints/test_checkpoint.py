@@ -156,6 +156,9 @@ def test_missing_files(tmp_path):
     with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
         read_config(tmp_path)
     model = small_model("-")
+    save_checkpoint(model, tmp_path / "models--a--b" / "snapshots" / "1f")
+    with pytest.raises(CheckpointError, match=r"such as .*/snapshots/1f"):
+        read_config(tmp_path / "models--a--b")
     save_checkpoint(model, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):

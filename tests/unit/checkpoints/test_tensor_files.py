@@ -155,6 +155,7 @@ def test_a_folder_without_weights(tmp_path):
             "pytorch_model.bin, but pickled",
         ),
         (lambda folder: (folder / PICKLED).touch(), f"There is {PICKLED}, but pickled weights are"),
+        (lambda folder: (folder / "consolidated.safetensors").touch(), "is consolidated.safetenso"),
         (lambda folder: (sharded(folder) / INDEX).unlink(), "are shards, but without their index"),
     ],
 )

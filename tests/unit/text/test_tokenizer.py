@@ -4,11 +4,13 @@ import json
 import sys
 import threading
 import time
+from base64 import b64encode
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from megatron_hybrid.text import tokenizer_files
 from megatron_hybrid.text.chat_template import ChatTemplate, TextTooLongError
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.text.tokenizer_files import find_tokenizer
@@ -754,6 +756,20 @@ def test_other_files_that_transformers_cannot_read(foreign, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ValueError, match=r"tokenizer\.json does not exist.*pip install transf"):
         Tokenizer.from_folder(folder)
+    (folder / "tokenizer.model").write_bytes(b"\n\x0e")
+    monkeypatch.setattr(tokenizer_files, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"tokenizer\.model needs .*pip install sentencepiece"):
+        Tokenizer.from_folder(folder)
+
+
+def test_a_file_of_mistral_has_its_end_token(tmp_path):
+    vocab = [{"rank": i, "token_bytes": b64encode(bytes([i])).decode()} for i in range(256)]
+    special = [{"rank": i, "token_str": f"<{text}>"} for i, text in enumerate(("unk", "s", "/s"))]
+    sizes = {"default_vocab_size": 259, "default_num_special_tokens": 3, "pattern": ".+"}
+    values = {"config": sizes, "vocab": vocab, "special_tokens": special}
+    (tmp_path / "tekken.json").write_text(json.dumps(values))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert (tokenizer.bos, tokenizer.eod, tokenizer.tokenize("ab")) == (1, 2, [100, 101])
 
 
 def test_tokenizers_that_cannot_become_a_file(tmp_path):
