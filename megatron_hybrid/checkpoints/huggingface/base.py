@@ -163,11 +163,16 @@ class Adapter(ABC):
         return {}
 
     def as_found(self, tensor_map: TensorMap, config: HybridConfig, shapes: Shapes) -> TensorMap:
-        """One of `tensors` for reading a folder that holds tensors of these shapes; `tensors` is
-        what gets written. Architectures whose folders differ in more than `one_by_one` override it.
-        """
-        separate = self.one_by_one(tensor_map, config)
-        return separate if separate.theirs[0] in shapes else tensor_map
+        """One of `tensors`, or of its `spellings`, for reading a folder that holds tensors of these
+        shapes; `tensors` is what gets written."""
+        forms = (tensor_map, *self.spellings(tensor_map, config))
+        return next((form for form in forms if form.theirs[0] in shapes), tensor_map)
+
+    def spellings(self, tensor_map: TensorMap, config: HybridConfig) -> Iterator[TensorMap]:
+        """Other names and layouts that folders have for one of `tensors`. Architectures whose
+        folders differ in more than `one_by_one` override it."""
+        if (separate := self.one_by_one(tensor_map, config)) is not tensor_map:
+            yield separate
 
     def one_by_one(self, tensor_map: TensorMap, config: HybridConfig) -> TensorMap:
         """One of `tensors` as quantized folders have it: experts that lie in one tensor have names

@@ -34,7 +34,7 @@ class Cohere2(Adapter):
             **fields.model(hf, "layer_norm_eps"),
             **fields.attention(hf),
             **fields.rotary(hf),
-            "layer_pattern": "".join(symbols),
+            "layer_pattern": symbols,
             "layer_overrides": {"Q": {"position_embedding_type": "none"}} if "Q" in symbols else {},
             "sliding_window": hf["sliding_window"] if "R" in symbols else None,
             "rotary_interleaved": True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,11 @@ def check_general_keys(hf: Mapping[str, Any]) -> None:
                 raise ValueError(f"config.json has {key}={value!r}, which must be {name}")
             if "_layers" in key and isinstance(value, int) and value > _MOST_LAYERS:
                 raise ValueError(f"config.json has {key}={value}; {_MOST_LAYERS} are read at most")
+
+
+def renamed(hf: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    """A config.json with other keys, too. keys: those that it may have -> those to add."""
+    return {**hf, **{new: hf[old] for old, new in keys.items() if old in hf}}
 
 
 def required(hf: Mapping[str, Any], key: str) -> Any:
@@ -168,6 +174,22 @@ def rotary_of_type(
     return rotary({**hf, **WITHOUT_ROPE, "rope_parameters": rope}, partial=bool(left_out))
 
 
+def rotary_by_symbol(
+    hf: Mapping[str, Any], mixers: str, bases: Mapping[str, tuple[str, float]], **left_out: Any
+) -> dict[str, dict[str, Any]]:
+    """`rotary_of_type` of each of `WINDOW_SYMBOLS` that is among `mixers`. bases: by type."""
+    return {
+        symbol: rotary_of_type(hf, kind, bases[kind], **left_out)
+        for kind, symbol in WINDOW_SYMBOLS.items()
+        if symbol in mixers
+    }
+
+
+def biases(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """`attention_bias` and `mlp_bias`, for `transformer`."""
+    return {key: hf.get(key) for key in ("attention_bias", "mlp_bias")}
+
+
 def _first(*values: Any) -> Any:
     """The first value that is given; None: there is none."""
     return next((value for value in values if value is not None), None)
@@ -237,19 +259,54 @@ def dense_mlps_first(hf: Mapping[str, Any], dense: int) -> str:
     if types is None:
         dense = hf.get("first_k_dense_replace", dense)
         types = ["dense" if i < dense else "sparse" for i in range(num_layers)]
-    return "".join(symbols_of(types, {"dense": "-", "sparse": "E"}, num_layers))
+    return symbols_of(types, {"dense": "-", "sparse": "E"}, num_layers)
+
+
+def enumerated_mlps(hf: Mapping[str, Any]) -> str:
+    """- or E for each of their layers, by `mlp_layer_types` or `moe_layers_enum`."""
+    number, given = required(hf, "num_hidden_layers"), hf.get("moe_layers_enum")
+    if (types := hf.get("mlp_layer_types")) is not None:
+        return dense_mlps_first({**hf, "mlp_layer_types": types[:number]}, 0)
+    named = map(int, re.findall(r"\d+", str(given)))  # "3,4,5" or [3, 4, 5]
+    sparse = range(3, number) if given is None else [*named]
+    return "".join("E" if i in sparse else "-" for i in range(number))
 
 
 def windows(hf: Mapping[str, Any], other: str, period: int) -> str:
     """* or W for each of their layers: see `layer_types`."""
     types = layer_types(hf, other, period)
-    return "".join(symbols_of(types, WINDOW_SYMBOLS, hf["num_hidden_layers"]))
+    return symbols_of(types, WINDOW_SYMBOLS, hf["num_hidden_layers"])
 
 
-def dt_rank(hf: Mapping[str, Any], key: str) -> int:
-    """The rank of a Mamba-1 layer's time steps: a number or "auto"."""
-    rank = hf.get(key, "auto")
-    return math.ceil(required(hf, "hidden_size") / 16) if rank == "auto" else rank
+OF_MAMBA = {
+    "mamba_num_heads": "mamba_n_heads",
+    "n_mamba_heads": "mamba_n_heads",
+    "mamba_head_dim": "mamba_d_head",
+    "expand": "mamba_expand",
+    "state_size": "mamba_d_state",
+    "ssm_state_size": "mamba_d_state",
+    "conv_kernel": "mamba_d_conv",
+    "use_conv_bias": "mamba_conv_bias",
+    "use_bias": "mamba_proj_bias",
+    "time_step_rank": "mamba_dt_rank",
+    "n_groups": "mamba_n_groups",
+    "mamba_ngroups": "mamba_n_groups",
+    "chunk_size": "mamba_chunk_size",
+}
+"""Keys of models of Mamba layers alone, Nemotron-H and Zamba2 -> those of other hybrids."""
+
+
+def mamba1(hf: Mapping[str, Any], width: int | None = None) -> dict[str, Any]:
+    """Mamba-1 layers, as Jamba writes them. width: inner one; None: `mamba_expand` hidden sizes."""
+    hidden, rank = required(hf, "hidden_size"), hf.get("mamba_dt_rank", "auto")
+    return {
+        "mamba1_inner_size": width or int(hf.get("mamba_expand", 2) * hidden),
+        "mamba1_state_dim": hf.get("mamba_d_state", 16),
+        "mamba1_dt_rank": math.ceil(hidden / 16) if rank == "auto" else rank,
+        "mamba1_conv_kernel": hf.get("mamba_d_conv", 4),
+        "mamba1_conv_bias": hf.get("mamba_conv_bias", True),
+        "mamba1_proj_bias": hf.get("mamba_proj_bias", False),
+    }
 
 
 def mamba2(hf: Mapping[str, Any], eps: float) -> dict[str, Any]:
@@ -264,8 +321,8 @@ def mamba2(hf: Mapping[str, Any], eps: float) -> dict[str, Any]:
     head_dim = width // heads if head_dim == "auto" else head_dim
     if heads * head_dim != width:
         raise ValueError(
-            f"config.json has {heads} heads (mamba_n_heads) of {head_dim} (mamba_d_head), which "
-            f"do not make up the inner width {width}"
+            f"config.json has {heads} heads of {head_dim} in Mamba-2 layers, which do not make up "
+            f"their inner width {width}"
         )
     return {
         "mamba_num_heads": heads,
@@ -328,7 +385,7 @@ def layer_types(hf: Mapping[str, Any], other: str, period: int) -> list[str]:
 
 def symbols_of(
     layer_types: Sequence[str | None], symbols: Mapping[str, str], num_layers: int
-) -> list[str]:
+) -> str:
     """Layer symbols of transformers' layer types.
 
     Raises:
@@ -344,7 +401,16 @@ def symbols_of(
             f"config.json names the types of {len(layer_types)} layers, but has "
             f"num_hidden_layers={num_layers}"
         )
-    return [symbols[kind] for kind in layer_types]
+    return "".join(symbols[kind] for kind in layer_types)
+
+
+def linear_heads(heads: int, head_dim: int) -> dict[str, Any]:
+    """Heads of linear attention, whose keys and values are as wide."""
+    return {
+        "linear_num_key_heads": heads,
+        "linear_key_head_dim": head_dim,
+        "linear_value_head_dim": head_dim,
+    }
 
 
 def latent_attention(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -364,6 +430,20 @@ def latent_attention(hf: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def experts(
+    hf: Mapping[str, Any], number: int | None, topk: int, width_key: str = "intermediate_size"
+) -> dict[str, Any]:
+    """Experts, as Mixtral writes them. number, topk: of all, and of a token, where it is not said;
+    None: it must be. width_key: of their inner width."""
+    keys = ("num_local_experts", "num_experts", "n_routed_experts")
+    number = _first(*map(hf.get, keys), number)
+    return {
+        "num_moe_experts": required({"num_experts": number}, "num_experts"),
+        "moe_router_topk": hf.get("num_experts_per_tok", topk),
+        "moe_ffn_hidden_size": required(hf, width_key),
+    }
+
+
 def check_sigmoid_topk(topk: int) -> None:
     """Raises ValueError for one expert per token where sigmoid scores are divided by their sum:
     core leaves the score of a single one as it is."""
@@ -374,34 +454,31 @@ def check_sigmoid_topk(topk: int) -> None:
         )
 
 
-def num_shared_experts(hf: Mapping[str, Any], key: str) -> int:
-    """How many experts wide the shared expert is, 1 where it is not said; ValueError for none."""
-    number = hf.get(key, 1)
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(
-            f"config.json has {key}={number!r}; layers without a shared expert are not supported, "
-            "only 1 or more"
-        )
-    return number
+AS_DEEPSEEK = {
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_expert_group": "n_group",
+    "num_shared_experts": "n_shared_experts",
+    "num_experts": "n_routed_experts",
+    "num_local_experts": "n_routed_experts",
+}
+"""Keys of Kimi Linear and Ling -> those of DeepSeek-V3."""
 
 
-def grouped_experts(
-    *,
-    num_experts: int,
-    topk: int,
-    width: int,
-    num_shared: int,
-    groups: int,
-    chosen_groups: int,
-    scaling_factor: float,
-) -> dict[str, Any]:
-    """Experts as in DeepSeek-V3: sigmoid scores, a bias that selects, the best groups first, a
-    shared expert of `num_shared` times the width.
+def grouped_experts(hf: Mapping[str, Any], **left_out: Any) -> dict[str, Any]:
+    """Experts as in DeepSeek-V3, in its keys: sigmoid scores, a bias that selects, the best groups
+    first, a shared expert.
+
+    Args:
+        left_out: what keys that are left out, or null, mean.
 
     Raises:
         ValueError: groups that would be ranked otherwise here than by their two best experts.
     """
+    plain = {"n_shared_experts": 0, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
+    hf = {**plain, **left_out, **{key: value for key, value in hf.items() if value is not None}}
+    topk, width = hf["num_experts_per_tok"], hf["moe_intermediate_size"]
     check_sigmoid_topk(topk)
+    groups, chosen_groups = hf["n_group"], hf["topk_group"]
     are_chosen = chosen_groups < groups
     if are_chosen and topk != 2 * chosen_groups:
         raise ValueError(
@@ -409,13 +486,13 @@ def grouped_experts(
             "are chosen, only 2 experts per chosen group are supported"
         )
     return {
-        "num_moe_experts": num_experts,
+        "num_moe_experts": hf["n_routed_experts"],
         "moe_ffn_hidden_size": width,
-        "moe_shared_expert_intermediate_size": num_shared * width or None,
+        "moe_shared_expert_intermediate_size": hf["n_shared_experts"] * width or None,
         "moe_router_topk": topk,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        "moe_router_topk_scaling_factor": scaling_factor,
+        "moe_router_topk_scaling_factor": hf["routed_scaling_factor"],
         "moe_router_num_groups": groups if are_chosen else None,
         "moe_router_group_topk": chosen_groups if are_chosen else None,
     }

@@ -2,6 +2,7 @@
 
 Gemma 4 has other heads in full attention, keys and values that several layers share, and per-layer
 embeddings. Gemma 3n has the last two of these, several residual streams and sparse activations.
+RecurrentGemma has Griffin's recurrent blocks, and sliding windows between them.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
+import torch
+
 from megatron_hybrid.checkpoints.huggingface import fields, tensors
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap, TensorNames
-from megatron_hybrid.checkpoints.huggingface.layouts import same
+from megatron_hybrid.checkpoints.huggingface.layouts import joined, reshaped, same
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 _SHARED_DEFAULTS = {
@@ -93,13 +96,12 @@ def _experts_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[T
 
 
 def _per_layer_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    yield same(f"{ours}.gate.weight", f"{theirs}.per_layer_input_gate.weight")
-    yield same(f"{ours}.projection.weight", f"{theirs}.per_layer_projection.weight")
+    names = {"gate": "per_layer_input_gate", "projection": "per_layer_projection"}
+    return tensors.weights(ours, theirs, names)
 
 
 _PARTS = {
-    **dict.fromkeys("*W", ("self_attn", tensors.attention)),
-    "-": ("mlp", tensors.mlp),
+    **tensors.TRANSFORMER,
     "B": ("", _experts_tensors),
     "P": ("", _per_layer_tensors),
 }
@@ -123,27 +125,27 @@ class Gemma3(Adapter):
         is_gemma3 = hf["model_type"] == "gemma3_text"
         if is_gemma3:
             fields.only(hf, attn_logit_softcapping=None)  # transformers' Gemma 3 does not apply it
-        types = fields.layer_types(hf, "sliding_attention", hf["sliding_window_pattern"])
-        pattern = fields.symbols_of(types, fields.WINDOW_SYMBOLS, hf["num_hidden_layers"])
-        of_all = None if is_gemma3 else fields.rotary(hf)
-        rotary = {
-            symbol: of_all or fields.rotary_of_type(hf, kind, _BASES[kind])
-            for kind, symbol in fields.WINDOW_SYMBOLS.items()
-            if symbol in pattern
-        }
-        hf = {**hf, **fields.WITHOUT_ROPE, "hidden_act": hf["hidden_activation"]}
+        pattern = fields.windows(hf, "sliding_attention", hf["sliding_window_pattern"])
+        rotary = fields.rotary_by_symbol(hf, pattern, _BASES) if is_gemma3 else {}
         return {
-            **fields.transformer(hf, "".join(pattern)),
+            **_transformer({**hf, **fields.WITHOUT_ROPE} if is_gemma3 else hf, pattern),
             "layer_overrides": rotary,
-            "embedding_multiplier": hf["hidden_size"] ** 0.5,
-            "round_embedding_multiplier": True,
-            "norm_placement": "sandwich",
             "layernorm_zero_centered_gamma": True,
             "qk_layernorm": is_gemma3,
             "softmax_scale": hf["query_pre_attn_scalar"] ** -0.5,
             "attention_logit_softcap": hf["attn_logit_softcapping"],
             "final_logit_softcap": hf["final_logit_softcapping"],
         }
+
+
+def _transformer(hf: Mapping[str, Any], mixers: str) -> dict[str, Any]:
+    """`fields.transformer`, with what all of them have. hf: complete."""
+    return {
+        **fields.transformer({**hf, "hidden_act": hf["hidden_activation"]}, mixers),
+        "embedding_multiplier": hf["hidden_size"] ** 0.5,
+        "round_embedding_multiplier": True,
+        "norm_placement": "sandwich",
+    }
 
 
 _BASES = {
@@ -171,13 +173,13 @@ class Gemma4(Adapter):
         kinds = self.layer_types(hf)
         hf["rope_parameters"] = hf.get("rope_parameters") or self.rope_parameters
         symbols = fields.symbols_of(kinds, fields.WINDOW_SYMBOLS, hf["num_hidden_layers"])
-        overrides = {
-            symbol: fields.rotary_of_type(hf, kind, _BASES[kind])
-            for kind, symbol in dict(zip(kinds, symbols)).items()
-        }
+        overrides = fields.rotary_by_symbol(hf, symbols, _BASES)
         if hf.get("attention_k_eq_v"):
             overrides["*"]["keys_as_values"] = True
+        experts: dict[str, Any] = {}
         if hf.get("enable_moe_block"):
+            topk = {"num_experts_per_tok": fields.required(hf, "top_k_experts")}
+            experts = fields.experts(hf | topk, None, 0, "moe_intermediate_size")
             overrides["B"] = {"norm_placement": "post"}  # it has norms of its own before
         layer = _layer(hf)
         if layer.endswith("P"):
@@ -186,20 +188,16 @@ class Gemma4(Adapter):
         for number, found in _single_layers(hf, kinds, len(layer)):
             if found:
                 overrides[str(number)] = found
-        hf = {**hf, **fields.WITHOUT_ROPE, "hidden_act": hf["hidden_activation"]}
         return {
-            **fields.transformer(hf, "".join(symbols)),
+            **_transformer({**hf, **fields.WITHOUT_ROPE}, symbols),
             "layer_pattern": "".join(symbol + layer for symbol in symbols),
             "layer_overrides": overrides,
-            "embedding_multiplier": hf["hidden_size"] ** 0.5,
-            "round_embedding_multiplier": True,
             "per_layer_input_size": hf["hidden_size_per_layer_input"] or None,
-            "norm_placement": "sandwich",
             "qk_layernorm": True,
             "value_l2_norm": True,
             "softmax_scale": 1.0,
             "final_logit_softcap": hf.get("final_logit_softcapping"),
-            **(_experts(hf) if hf.get("enable_moe_block") else {}),
+            **experts,
         }
 
     def layer_types(self, hf: Mapping[str, Any]) -> list[str]:
@@ -293,14 +291,6 @@ def _layer(hf: Mapping[str, Any]) -> str:
     return mlp + ("P" if hf["hidden_size_per_layer_input"] else "")
 
 
-def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "num_moe_experts": fields.required(hf, "num_experts"),
-        "moe_router_topk": fields.required(hf, "top_k_experts"),
-        "moe_ffn_hidden_size": fields.required(hf, "moe_intermediate_size"),
-    }
-
-
 def _single_layers(
     hf: Mapping[str, Any], kinds: list[str], behind: int
 ) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -339,3 +329,67 @@ def _single_layers(
             if hf.get("use_double_wide_mlp"):
                 yield number + 1, {"ffn_hidden_size": 2 * hf["intermediate_size"]}
         yield number, found
+
+
+_RECURRENT_SYMBOLS = {"recurrent": "U", "attention": "W"}
+
+
+def _recurrent_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    width, blocks = config.lru_width, config.lru_num_blocks
+    block = width // blocks
+    for kind in ("weight", "bias"):
+        yield TensorMap(
+            (f"{ours}.in_proj.{kind}",),
+            (f"{theirs}.linear_y.{kind}", f"{theirs}.linear_x.{kind}"),
+            joined((width, width)),
+        )
+        yield same(f"{ours}.conv1d.{kind}", f"{theirs}.conv_1d.{kind}")
+        yield same(f"{ours}.out_proj.{kind}", f"{theirs}.linear_out.{kind}")
+        shapes = ((width, block), (blocks, block, block))
+        shapes = shapes if kind == "weight" else ((width,), (blocks, block))
+        for gate in ("input_gate", "recurrent_gate"):
+            name = f"{gate}_{kind}"
+            yield same(f"{ours}.{name}", f"{theirs}.rg_lru.{name}", reshaped(*shapes))
+    yield same(f"{ours}.recurrent_param", f"{theirs}.rg_lru.recurrent_param")
+
+
+class RecurrentGemma(Adapter):
+    """`RecurrentGemmaForCausalLM`."""
+
+    model_types = ("recurrent_gemma",)
+    names = TensorNames(
+        {
+            "U": ("temporal_block", _recurrent_tensors),
+            "W": ("temporal_block", tensors.attention),
+            "-": ("mlp_block", tensors.mlp),
+        },
+        norms=("temporal_pre_norm", "channel_pre_norm"),
+        final_norm="model.final_norm.weight",
+    )
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        hf = {"tie_word_embeddings": True, "partial_rotary_factor": 0.5, **hf}
+        hf["sliding_window"] = hf.get("attention_window_size", 2048)
+        layers = fields.required(hf, "num_hidden_layers")
+        blocks = hf.get("block_types") or ("recurrent", "recurrent", "attention")
+        mixers = fields.symbols_of([*blocks] * layers, _RECURRENT_SYMBOLS, layers * len(blocks))[
+            :layers
+        ]
+        width = fields.required(hf, "hidden_size")
+        heads = fields.required(hf, "num_attention_heads")
+        fields.only(hf, head_dim=(width // heads, None))
+        attention = {"add_qkv_bias": hf.get("attention_bias", False), "attention_output_bias": True}
+        overrides = {"-": {"add_bias_linear": True}}
+        return {
+            **fields.transformer(hf, mixers, partial=True),
+            "layer_overrides": overrides | ({"W": attention} if "W" in mixers else {}),
+            "lru_width": hf.get("lru_width") or width,
+            "lru_num_blocks": heads,
+            "lru_conv_kernel": hf.get("conv1d_width", 4),
+            "ffn_hidden_size": fields.required(hf, "intermediate_size") // 2,
+            "activation_func": fields.activation(hf, "hidden_activation", "gelu_pytorch_tanh"),
+            "layernorm_zero_centered_gamma": True,
+            # In bfloat16 in models of any dtype.
+            "embedding_multiplier": torch.tensor(width**0.5).bfloat16().item(),
+            "final_logit_softcap": hf.get("logits_soft_cap", 30.0),
+        }

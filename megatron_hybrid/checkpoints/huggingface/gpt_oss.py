@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface import fields, tensors
-from megatron_hybrid.checkpoints.huggingface.base import Adapter, Shapes, TensorMap, TensorNames
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap, TensorNames
 from megatron_hybrid.checkpoints.huggingface.layouts import (
     SAME,
     alternating,
@@ -57,17 +57,15 @@ class GptOss(Adapter):
             **fields.transformer(hf, mixers, "E" * len(mixers), base=150000.0),
             "softmax_type": "learnable",
             "add_bias_linear": True,
-            "num_moe_experts": hf.get("num_local_experts") or fields.required(hf, "num_experts"),
-            "moe_router_topk": hf.get("num_experts_per_tok", 4),
-            "moe_ffn_hidden_size": fields.required(hf, "intermediate_size"),
+            **fields.experts(hf, None, 4),
             "activation_func": ACTIVATIONS["quick_gelu"],
             "activation_func_clamp_value": hf.get("swiglu_limit", 7.0),
             "glu_linear_offset": 1.0,
         }
 
-    def as_found(self, tensor_map: TensorMap, config: HybridConfig, shapes: Shapes) -> TensorMap:
-        """See `Adapter.as_found`. Of packed experts the rows are outputs, of others inputs."""
-        if (blocks := f"{tensor_map.theirs[0]}_blocks") not in shapes:
-            return super().as_found(tensor_map, config, shapes)
+    def spellings(self, tensor_map: TensorMap, config: HybridConfig) -> Iterator[TensorMap]:
+        """See `Adapter.spellings`. Of packed experts the rows are outputs, of others inputs."""
+        yield from super().spellings(tensor_map, config)
+        blocks = f"{tensor_map.theirs[0]}_blocks"
         layout = alternating(1) if blocks.endswith("gate_up_proj_blocks") else SAME
-        return same(tensor_map.ours[0], blocks, layout)
+        yield same(tensor_map.ours[0], blocks, layout)

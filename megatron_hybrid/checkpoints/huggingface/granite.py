@@ -1,4 +1,5 @@
-"""Granite 3: Llama, or its attention and experts, with factors (MuP)."""
+"""Granite 3: Llama, or its attention and experts, with factors (MuP). Granite 4: also Mamba-2
+layers, each layer with an MLP or experts."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface import fields, tensors
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap, TensorNames
-from megatron_hybrid.checkpoints.huggingface.layouts import same
+from megatron_hybrid.checkpoints.huggingface.layouts import same, stacked
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 
-def multipliers(hf: Mapping[str, Any]) -> dict[str, Any]:
+def _multipliers(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The factors of embeddings, residuals, scores and logits."""
     return {
         "embedding_multiplier": hf.get("embedding_multiplier", 1.0),
@@ -21,11 +22,25 @@ def multipliers(hf: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def experts(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    """Gate and value lie in one tensor, and experts in one, on both sides."""
-    yield same(f"{ours}.router.weight", f"{theirs}.router.layer.weight")
-    yield same(f"{ours}.experts.linear_fc1.weight", f"{theirs}.input_linear.weight")
-    yield same(f"{ours}.experts.linear_fc2.weight", f"{theirs}.output_linear.weight")
+_EXPERTS = {
+    "router": "router.layer",
+    "experts.linear_fc1": "input_linear",
+    "experts.linear_fc2": "output_linear",
+}
+"""Gate and value lie in one tensor, and experts in one, on both sides; so in the shared MLP."""
+
+
+def _experts(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    return tensors.weights(ours, theirs, _EXPERTS)
+
+
+def _mlp_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    shared = ours
+    if config.num_moe_experts is not None:
+        shared = f"{ours}.shared_experts"
+        yield from _experts(config, ours, f"{theirs}.block_sparse_moe")
+    names = {"linear_fc1": "input_linear", "linear_fc2": "output_linear"}
+    yield from tensors.weights(shared, f"{theirs}.shared_mlp", names)
 
 
 class Granite(Adapter):
@@ -35,22 +50,63 @@ class Granite(Adapter):
     names = TensorNames(tensors.TRANSFORMER)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        biases = {key: hf.get(key) for key in ("attention_bias", "mlp_bias")}
-        return {**fields.transformer(hf, **biases), **multipliers(hf)}
+        return {**fields.transformer(hf, **fields.biases(hf)), **_multipliers(hf)}
 
 
 class GraniteMoe(Adapter):
     """`GraniteMoeForCausalLM`."""
 
     model_types = ("granitemoe",)
-    names = TensorNames({**tensors.TRANSFORMER, "E": ("block_sparse_moe", experts)})
+    names = TensorNames({**tensors.TRANSFORMER, "E": ("block_sparse_moe", _experts)})
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         mlps = "E" * fields.required(hf, "num_hidden_layers")
         return {
             **fields.transformer(hf, mlps=mlps, attention_bias=hf.get("attention_bias")),
-            **multipliers(hf),
-            "num_moe_experts": hf.get("num_local_experts", 8),
-            "moe_router_topk": hf.get("num_experts_per_tok", 2),
-            "moe_ffn_hidden_size": fields.required(hf, "intermediate_size"),
+            **_multipliers(hf),
+            **fields.experts(hf, 8, 2),
         }
+
+
+class GraniteMoeHybrid(Adapter):
+    """`GraniteMoeHybridForCausalLM`."""
+
+    model_types = ("granitemoehybrid",)
+    names = TensorNames(
+        {
+            "M": ("mamba", tensors.mamba2),
+            "*": ("self_attn", tensors.attention),
+            **dict.fromkeys("-E", ("", _mlp_tensors)),
+        }
+    )
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        fields.only(hf, hidden_act=("silu", "swish"))  # it is that of the convolution, too
+        num_layers = fields.required(hf, "num_hidden_layers")
+        width = hf.get("shared_intermediate_size", 1024)
+        types = hf.get("layer_types") or hf.get("layers_block_type") or ["mamba"] * num_layers
+        mixers = fields.symbols_of(types, fields.MAMBA2_SYMBOLS, num_layers)
+        has_experts = bool(hf.get("num_local_experts", 8))
+        mlps, bias = ("E" if has_experts else "-") * num_layers, hf.get("attention_bias")
+        found = {
+            **fields.transformer(hf, mixers, mlps, attention_bias=bias),
+            **(fields.mamba2(hf, hf.get("rms_norm_eps", 1e-6)) if "M" in mixers else {}),
+            **_multipliers(hf),
+            "ffn_hidden_size": width,
+        }
+        if hf.get("position_embedding_type") != "rope":
+            found["position_embedding_type"] = "none"
+        if has_experts:
+            found |= {**fields.experts(hf, 8, 2), "moe_shared_expert_intermediate_size": width}
+        return found
+
+    def spellings(self, tensor_map: TensorMap, config: HybridConfig) -> Iterator[TensorMap]:
+        """See `Adapter.spellings`: GPTQModel and llm-compressor write the experts of a tensor one
+        by one, the latter with gate and value apart."""
+        if ".experts." not in tensor_map.ours[0]:
+            return
+        projection = tensor_map.theirs[0].removesuffix(".weight")
+        names = (f"{projection}.{i}.linear.weight" for i in range(config.num_moe_experts))
+        yield TensorMap(tensor_map.ours, tuple(names), stacked())
+        stack = f"{projection.rpartition('.')[0]}.experts.weight"
+        yield tensors.experts_one_by_one(same(tensor_map.ours[0], stack), config)

@@ -12,7 +12,6 @@ from megatron_hybrid.checkpoints.huggingface.layouts import same
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 _SYMBOLS = {"conv": "C", "full_attention": "*"}
-_ROUTER_EPSILON = 1e-6
 _PROJECTIONS = ("w1", "w3", "w2")
 
 
@@ -68,13 +67,11 @@ class Lfm2Moe(Lfm2):
             topk = hf.get("num_experts_per_tok", 4)
             fields.check_sigmoid_topk(topk)
             found |= {
-                "num_moe_experts": fields.required(hf, "num_experts"),
-                "moe_ffn_hidden_size": fields.required(hf, "moe_intermediate_size"),
-                "moe_router_topk": topk,
+                **fields.experts(hf, None, topk, "moe_intermediate_size"),
                 "moe_router_score_function": "sigmoid",
                 "moe_router_enable_expert_bias": hf.get("use_expert_bias", True),
                 "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor", 1.0),
-                "moe_router_topk_epsilon": _ROUTER_EPSILON,
+                "moe_router_topk_epsilon": 1e-6,
             }
         return found
 
@@ -88,9 +85,7 @@ def _decoder_fields(hf: Mapping[str, Any], num_sparse: int) -> dict[str, Any]:
     mixers = fields.symbols_of(fields.required(hf, "layer_types"), _SYMBOLS, layers)
     mlps = "".join("-" if i < layers - num_sparse else "E" for i in range(layers))
     return {
-        **fields.transformer(
-            {**hf, "rms_norm_eps": hf["norm_eps"]}, "".join(mixers), mlps, base=1e6
-        ),
+        **fields.transformer({**hf, "rms_norm_eps": hf["norm_eps"]}, mixers, mlps, base=1e6),
         "qk_layernorm": True,
         "short_conv_kernel": hf.get("conv_L_cache", 3),
         "short_conv_bias": hf.get("conv_bias", False),

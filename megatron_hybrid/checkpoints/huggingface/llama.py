@@ -1,4 +1,5 @@
-"""Llama 2 and 3, and models that differ from them by biases or experts alone."""
+"""Llama 2 and 3, and models that differ from them by biases or experts alone. Llama 4 (text):
+attention in chunks with RoPE, in full without; experts, one for each token."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface import fields, tensors
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap, TensorNames
-from megatron_hybrid.checkpoints.huggingface.layouts import reshaped, same
+from megatron_hybrid.checkpoints.huggingface.layouts import reshaped, same, transposed
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 
@@ -19,8 +20,7 @@ class Llama(Adapter):
     ignored = (r".*\.rotary_emb\.inv_freq",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        biases = {key: hf.get(key) for key in ("attention_bias", "mlp_bias")}
-        return fields.transformer(hf, **biases)
+        return fields.transformer(hf, **fields.biases(hf))
 
 
 class SeedOss(Adapter):
@@ -100,8 +100,7 @@ class SmolLM3(Adapter):
             mixers = fields.windows(hf, "full_attention", 1)
         else:
             fields.only(hf, use_sliding_window=False)
-        biases = {key: hf.get(key) for key in ("attention_bias", "mlp_bias")}
-        found = fields.transformer(hf, mixers, base=2000000.0, **biases)
+        found = fields.transformer(hf, mixers, base=2000000.0, **fields.biases(hf))
         interval = hf.get("no_rope_layer_interval", 4)
         numbers = range(1, hf["num_hidden_layers"] + 1)
         has_rope = hf.get("no_rope_layers") or [number % interval for number in numbers]
@@ -109,3 +108,66 @@ class SmolLM3(Adapter):
             if not rotates:
                 found["layer_overrides"][str(2 * number - 1)] = {"position_embedding_type": "none"}
         return found
+
+
+def _llama4_moe(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    names = {"router": "router", "shared": "shared_expert"}
+    yield from tensors.moe(config, ours, theirs, projections=None, **names)
+    for own, name in (("fc1", "gate_up_proj"), ("fc2", "down_proj")):
+        weight = f"{ours}.experts.linear_{own}.weight"
+        yield same(weight, f"{theirs}.experts.{name}", transposed())
+
+
+class Llama4(Adapter):
+    """`Llama4ForCausalLM`, and the language model of `Llama4ForConditionalGeneration`."""
+
+    model_types = ("llama4_text",)
+    names = TensorNames(
+        {
+            **dict.fromkeys("*L", ("self_attn", tensors.attention)),
+            "-": ("feed_forward", tensors.mlp),
+            "E": ("feed_forward", _llama4_moe),
+        }
+    )
+    composite_types = ("llama4",)
+    stacks_experts = True
+    ignored = (r".*\.rotary_emb\.inv_freq", r"(vision_model|multi_modal_projector)\..*")
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        fields.only(hf, attention_bias=False)
+        without_rope = {"position_embedding_type": "none", "qk_l2_norm": False}
+        if hf.get("attn_temperature_tuning", True):
+            without_rope["attention_temperature_scale"] = hf.get("attn_scale", 0.1)
+            without_rope["attention_temperature_floor"] = hf.get("floor_scale", 8192)
+        mixers, mlps = _llama4_layers(hf)
+        hf = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, **hf}
+        return {
+            **fields.transformer(hf, mixers, mlps, base=500000.0),
+            "layer_overrides": {"*": without_rope} if "*" in mixers else {},
+            "attention_chunk_size": hf.get("attention_chunk_size", 8192),
+            "rotary_interleaved": True,
+            "qk_l2_norm": hf.get("use_qk_norm", True),
+            "ffn_hidden_size": hf.get("intermediate_size_mlp", 16384),
+            **fields.experts(hf, 16, 1),
+            "moe_router_score_function": "sigmoid",
+            "moe_apply_probs_on_input": True,
+            "moe_shared_expert_intermediate_size": hf["intermediate_size"],
+        }
+
+
+def _llama4_layers(hf: Mapping[str, Any]) -> tuple[str, str]:
+    """Chunks where there is RoPE, and experts in every `interleave_moe_layer_step`th layer."""
+    layers = fields.required(hf, "num_hidden_layers")
+    interval, step = hf.get("no_rope_layer_interval", 4), hf.get("interleave_moe_layer_step", 1)
+    has_rope = hf.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(layers)]
+    experts = hf.get("moe_layers")
+    if experts is None:
+        experts = range(step - 1, layers, step)
+    types = ["chunked_attention" if rope else "full_attention" for rope in has_rope[:layers]]
+    if (given := hf.get("layer_types")) and list(given) != types:
+        raise ValueError(
+            f"config.json has layer_types={given} and no_rope_layers={has_rope}; only layers with "
+            "RoPE in chunks and layers without RoPE in full are supported"
+        )
+    mlps = "".join("E" if i in experts else "-" for i in range(layers))
+    return "".join("L" if rope else "*" for rope in has_rope[:layers]), mlps

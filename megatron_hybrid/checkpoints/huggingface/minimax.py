@@ -1,14 +1,16 @@
-"""MiniMax-Text-01 and M1: lightning attention, sometimes full attention, and experts."""
+"""MiniMax-Text-01 and M1: lightning attention, sometimes full attention, and experts; M2: full
+attention, and experts chosen by sigmoid scores and a bias that only selects."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import product
 from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface import fields, tensors
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap, TensorNames
-from megatron_hybrid.checkpoints.huggingface.layouts import same, ungrouped
+from megatron_hybrid.checkpoints.huggingface.layouts import ungrouped
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 _KINDS = ("linear_attention", "full_attention")
@@ -26,21 +28,24 @@ def _lightning(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorM
     layout = ungrouped([[dim], [dim] * 3], heads)
     projections = (f"{theirs}.output_gate.weight", f"{theirs}.qkv_proj.weight")
     yield TensorMap((f"{ours}.in_proj.weight",), projections, layout)
-    for name in ("norm", "out_proj"):
-        yield same(f"{ours}.{name}.weight", f"{theirs}.{name}.weight")
+    yield from tensors.weights(ours, theirs, {"norm": "norm", "out_proj": "out_proj"})
+
+
+_moe = partial(tensors.moe, expert_bias="e_score_correction_bias", projections=("w1", "w3", "w2"))
+_NAMES = TensorNames(
+    {
+        "A": ("self_attn", _lightning),
+        "*": ("self_attn", tensors.attention),
+        "E": ("block_sparse_moe", _moe),
+    }
+)
 
 
 class MiniMax(Adapter):
     """`MiniMaxForCausalLM`, and under its names of before `MiniMaxM1ForCausalLM`."""
 
     model_types = ("minimax", "minimax_m1", "minimax_text_01")
-    names = TensorNames(
-        {
-            "A": ("self_attn", _lightning),
-            "*": ("self_attn", tensors.attention),
-            "E": ("block_sparse_moe", partial(tensors.moe, projections=("w1", "w3", "w2"))),
-        }
-    )
+    names = _NAMES
     ignored = (r".*\.self_attn\.(slope_rate|(query|key|diagonal)_decay)",)  # follow from the config
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,16 +75,56 @@ class MiniMax(Adapter):
                 factor = 1 - i / (number - 1 + 1e-5) + 1e-5
                 overrides[str(2 * i + 1)] = {"lightning_decay_factor": factor}
         return {
-            **fields.transformer(
-                hf, "".join(mixers), "E" * number, base=1000000.0, partial=is_partial
-            ),
+            **fields.transformer(hf, mixers, "E" * number, base=1000000.0, partial=is_partial),
             "layer_overrides": overrides,
             "norm_placement": "stream",
-            "linear_num_key_heads": heads["num_attention_heads"],
-            "linear_key_head_dim": heads["kv_channels"],
-            "linear_value_head_dim": heads["kv_channels"],
+            **fields.linear_heads(heads["num_attention_heads"], heads["kv_channels"]),
             "linear_norm_epsilon": 1e-6,  # in the code of these models, not in their config
-            "num_moe_experts": hf.get("num_local_experts", 8),
-            "moe_ffn_hidden_size": fields.required(hf, "intermediate_size"),
-            "moe_router_topk": hf.get("num_experts_per_tok", 2),
+            **fields.experts(hf, 8, 2),
         }
+
+
+class MiniMaxM2(Adapter):
+    """`MiniMaxM2ForCausalLM`."""
+
+    model_types = ("minimax_m2",)
+    names = _NAMES
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        fields.only(hf, scoring_func="sigmoid", use_routing_bias=True, router_jitter_noise=0.0)
+        fields.only(hf, use_qk_norm=True, qk_norm_type="per_layer", sliding_window=None)
+        fields.only(hf, layernorm_full_attention_beta=1, layernorm_mlp_beta=1)
+        fields.only(hf, shared_intermediate_size=0)
+        for kind in hf.get("attn_type_list") or ():
+            fields.only({"attn_type_list": kind}, attn_type_list=1)  # 0 is linear attention
+        hf = {"head_dim": 128, "num_key_value_heads": 8, **hf}
+        if (rotary_dim := hf.get("rotary_dim")) is not None:
+            width = fields.attention(hf)["kv_channels"]
+            hf = {"partial_rotary_factor": rotary_dim / width, **hf}
+        experts = fields.experts(hf, 256, 8)
+        fields.check_sigmoid_topk(experts["moe_router_topk"])
+        mlps = "E" * fields.required(hf, "num_hidden_layers")
+        return {
+            **fields.transformer(hf, mlps=mlps, base=5000000.0, partial=True),
+            "qk_layernorm": True,
+            "qk_layernorm_scope": "all_heads",
+            **experts,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+        }
+
+    def spellings(self, tensor_map: TensorMap, config: HybridConfig) -> Iterator[TensorMap]:
+        """See `Adapter.spellings`: of what packages of quantization write, some has the names of
+        transformers' modules, for the block, for the projections, or for both."""
+        for block, projections in product((".block_sparse_moe.", ".mlp."), (_PROJECTIONS, {})):
+            theirs = tuple(
+                ".".join(projections.get(part, part) for part in name.split("."))
+                for name in (
+                    each.replace(".block_sparse_moe.", block) for each in tensor_map.theirs
+                )
+            )
+            if theirs != tensor_map.theirs:
+                yield TensorMap(tensor_map.ours, theirs, tensor_map.layout)
+
+
+_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}

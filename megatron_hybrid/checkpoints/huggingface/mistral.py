@@ -76,7 +76,5 @@ class Mixtral(Adapter):
         mlps = "E" * fields.required(hf, "num_hidden_layers")
         return {
             **fields.transformer(hf, _mixers(hf), mlps, base=1000000.0),
-            "num_moe_experts": hf.get("num_local_experts", hf.get("num_experts", 8)),
-            "moe_router_topk": hf.get("num_experts_per_tok", 2),
-            "moe_ffn_hidden_size": fields.required(hf, "intermediate_size"),
+            **fields.experts(hf, 8, 2),
         }

@@ -11,15 +11,6 @@ from megatron_hybrid.checkpoints.huggingface import fields, tensors
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap, TensorNames
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
-_OLD_NAMES = {
-    "mamba_n_groups": "n_groups",
-    "mamba_d_conv": "conv_kernel",
-    "mamba_dt_limit": "time_step_limit",
-    "mamba_conv_bias": "use_conv_bias",
-    "mamba_chunk_size": "chunk_size",
-}
-
-
 _Blocks = list[dict[str, Any]]
 
 
@@ -43,33 +34,21 @@ class NemotronH(Adapter):
     prediction_names = (r"mtp\..*",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        hf = {_OLD_NAMES.get(key, key): value for key, value in hf.items()}
+        fields.only(hf, mamba_hidden_act=("silu", "swish"), attention_bias=False)
+        fields.only(hf, mamba_proj_bias=False, sliding_window=None, tie_word_embeddings=False)
         head_dim = hf.get("attention_head_dim", 128)  # what the first releases call it
-        hf = {"layer_norm_epsilon": 1e-5, "head_dim": head_dim, **hf}
-        fields.only(
-            hf,
-            mamba_hidden_act=("silu", "swish"),
-            attention_bias=False,
-            mamba_proj_bias=False,
-            sliding_window=None,
-            tie_word_embeddings=False,
-        )
+        sizes = {"mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 8}
+        sizes |= {"mamba_d_state": 128, "mamba_chunk_size": 128, "head_dim": head_dim}
+        keys = {"mamba_dt_limit": "time_step_limit", **fields.OF_MAMBA}
+        hf = fields.renamed({"layer_norm_epsilon": 1e-5, **sizes, **hf}, keys)
+        hf["mamba_d_ssm"] = hf["mamba_n_heads"] * hf["mamba_d_head"]
         pattern = _pattern(hf)
         found = {
             **fields.model(hf, "layer_norm_epsilon"),
             **fields.attention({"num_key_value_heads": 8, **hf}),
             "position_embedding_type": "none",
             "layer_pattern": pattern,
-            "mamba_num_heads": hf.get("mamba_num_heads", 128),
-            "mamba_head_dim": hf.get("mamba_head_dim", 64),
-            "mamba_num_groups": hf.get("n_groups", 8),
-            "mamba_state_dim": hf.get("ssm_state_size", 128),
-            "mamba_conv_kernel": hf.get("conv_kernel", 4),
-            "mamba_chunk_size": hf.get("chunk_size", 128),
-            "mamba_conv_bias": hf.get("use_conv_bias", True),
-            "mamba_proj_bias": hf.get("use_bias", False),
-            "mamba_norm_epsilon": hf["layer_norm_epsilon"],
-            **fields.time_steps(hf),  # transformers clamps by time_step_min
+            **fields.mamba2(hf, hf["layer_norm_epsilon"]),  # transformers clamps by time_step_min
             "ffn_hidden_size": hf.get("intermediate_size", 21504),
             "gated_linear_unit": False,
             "activation_func": fields.activation(hf, "mlp_hidden_act", "relu2"),
@@ -91,7 +70,7 @@ class NemotronH(Adapter):
         pattern = hf.get("mtp_hybrid_override_pattern")
         if pattern is None:
             types = hf.get("mtp_layers_block_type") or ["full_attention", "moe"]
-            pattern = "".join(fields.symbols_of(types, fields.MAMBA2_SYMBOLS, len(types)))
+            pattern = fields.symbols_of(types, fields.MAMBA2_SYMBOLS, len(types))
         if names is None:
             return pattern if hf.get("num_nextn_predict_layers") == 1 else ""
         is_here = tensors.has_tensor(names, "mtp.layers.0.eh_proj.")
@@ -172,7 +151,7 @@ def _blocks(hf: Mapping[str, Any], key: str) -> _Blocks:
 
 def _symbols(blocks: _Blocks) -> str:
     types = [block["block_type"] for block in blocks]
-    return "".join(fields.symbols_of(types, fields.MAMBA2_SYMBOLS, len(types)))
+    return fields.symbols_of(types, fields.MAMBA2_SYMBOLS, len(types))
 
 
 def _pattern(hf: Mapping[str, Any]) -> str:
@@ -180,20 +159,15 @@ def _pattern(hf: Mapping[str, Any]) -> str:
         return pattern
     types = fields.required(hf, "layers_block_type")
     # num_hidden_layers may be stale.
-    return "".join(fields.symbols_of(types, fields.MAMBA2_SYMBOLS, len(types)))
+    return fields.symbols_of(types, fields.MAMBA2_SYMBOLS, len(types))
 
 
 def _moe_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     fields.only(hf, mlp_bias=False, norm_topk_prob=True)
-    found = fields.grouped_experts(
-        num_experts=hf.get("n_routed_experts", 8),
-        topk=hf.get("num_experts_per_tok", 2),
-        width=hf.get("moe_intermediate_size", 7688),
-        num_shared=0,
-        groups=hf.get("n_group", 1),
-        chosen_groups=hf.get("topk_group", 1),
-        scaling_factor=hf.get("routed_scaling_factor", 1.0),
-    )
+    sizes = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688}
     shared = hf.get("moe_shared_expert_intermediate_size", 7688)
-    latent = hf.get("moe_latent_size")
-    return {**found, "moe_shared_expert_intermediate_size": shared, "moe_latent_size": latent}
+    return {
+        **fields.grouped_experts(hf, **sizes),
+        "moe_shared_expert_intermediate_size": shared,
+        "moe_latent_size": hf.get("moe_latent_size"),
+    }

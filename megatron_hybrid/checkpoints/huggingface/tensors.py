@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 
 from megatron_hybrid.checkpoints.huggingface.layouts import (
+    SAME,
+    Layout,
     TensorMap,
     grouped,
     grouped_with_gates,
@@ -93,6 +95,12 @@ class TensorNames:
         yield from tensors(config, f"{ours}.{kind.mixer_name}", inner)
 
 
+def weights(ours: str, theirs: str, names: Mapping[str, str]) -> Iterator[TensorMap]:
+    """The weights of modules, by their names here and there."""
+    for own, name in names.items():
+        yield same(f"{ours}.{own}.weight", f"{theirs}.{name}.weight")
+
+
 def has_tensor(names: Collection[str], prefix: str) -> bool:
     """Return whether the name of a tensor begins so."""
     return any(name.startswith(prefix) for name in names)
@@ -162,8 +170,7 @@ def latent_attention(
         names["linear_q_down_proj"] = "q_a_proj"
         names["q_layernorm"] = "q_a_layernorm"
         names["linear_q_up_proj"] = "q_b_proj"
-    for own, name in names.items():
-        yield same(f"{ours}.{own}.weight", f"{theirs}.{name}.weight")
+    yield from weights(ours, theirs, names)
 
 
 def mlp(
@@ -188,6 +195,34 @@ def mlp(
         else:
             yield same(f"{ours}.linear_fc1.{kind}", f"{theirs}.{up}.{kind}")
         yield same(f"{ours}.linear_fc2.{kind}", f"{theirs}.{down}.{kind}")
+
+
+def delta_rule(
+    config: HybridConfig,
+    ours: str,
+    theirs: str,
+    inputs: str,
+    widths: Sequence[int],
+    convolved: Sequence[int],
+    *,
+    output: str = "o_proj",
+    decays: Layout = SAME,
+) -> Iterator[TensorMap]:
+    """A delta rule whose projections and convolutions lie one by one (arguments: see `attention`).
+
+    Args:
+        inputs: letters of the projections into it, as in "q_proj".
+        widths: rows of each.
+        convolved: channels of queries, keys and values.
+        decays: how `A_log` lies.
+    """
+    names = tuple(f"{theirs}.{name}_proj.weight" for name in inputs)
+    yield TensorMap((f"{ours}.in_proj.weight",), names, joined(widths))
+    names = tuple(f"{theirs}.{name}_conv1d.weight" for name in "qkv")
+    yield TensorMap((f"{ours}.conv1d.weight",), names, joined(convolved))
+    yield same(f"{ours}.A_log", f"{theirs}.A_log", decays)
+    yield same(f"{ours}.dt_bias", f"{theirs}.dt_bias")
+    yield from weights(ours, theirs, {"out_norm": "o_norm", "out_proj": output})
 
 
 def mamba2(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
@@ -233,6 +268,17 @@ def experts_one_by_one(tensor_map: TensorMap, config: HybridConfig) -> TensorMap
         for name in names
     )
     return TensorMap((ours,), theirs, stacked(len(names)))
+
+
+def experts_in_one(
+    tensor_map: TensorMap, config: HybridConfig, layout: Layout = SAME
+) -> Iterator[TensorMap]:
+    """Invert `experts_one_by_one`; nothing for a map of other tensors. layout: of each of both."""
+    experts, found, _ = tensor_map.theirs[0].partition(".experts.0.")
+    if found:
+        is_fc1 = len(tensor_map.theirs) > config.num_moe_experts
+        name = "gate_up_proj" if is_fc1 else "down_proj"
+        yield same(tensor_map.ours[0], f"{experts}.experts.{name}", layout)
 
 
 def moe(
@@ -282,6 +328,16 @@ def moe(
         if config.moe_shared_expert_gate:
             gate = f"{ours}.shared_experts.gate_weight"
             yield same(gate, f"{theirs}.shared_expert_gate.weight")
+
+
+def moe_by_projection(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    """Experts of StepFun's models: of a layer's gates, values and outputs, one tensor each."""
+    names = {"router": "moe.gate", "expert_bias": "moe.router_bias", "shared": "share_expert"}
+    yield from moe(config, ours, theirs, projections=None, **names)
+    width, fc1 = config.moe_ffn_hidden_size, f"{ours}.experts.linear_fc1.weight"
+    gate_and_up = f"{theirs}.moe.gate_proj.weight", f"{theirs}.moe.up_proj.weight"
+    yield TensorMap((fc1,), gate_and_up, joined((width, width), 1))
+    yield same(f"{ours}.experts.linear_fc2.weight", f"{theirs}.moe.down_proj.weight")
 
 
 TRANSFORMER: Parts = {

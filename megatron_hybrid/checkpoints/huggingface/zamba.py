@@ -54,11 +54,7 @@ class Zamba(Adapter):
             "ffn_hidden_size": fields.required(hf, "intermediate_size"),
             "shared_block_adapter_rank": None,
             "mamba1_num_heads": mamba_heads,
-            "mamba1_inner_size": hf.get("mamba_expand", 2) * hidden,
-            "mamba1_state_dim": hf.get("mamba_d_state", 16),
-            "mamba1_conv_kernel": hf.get("mamba_d_conv", 4),
-            "mamba1_dt_rank": fields.dt_rank(hf, "mamba_dt_rank"),
-            "mamba1_conv_bias": hf.get("mamba_conv_bias", True),
+            **fields.mamba1(hf),
         }
 
     def _shared(
@@ -73,7 +69,7 @@ class Zamba(Adapter):
         layers = fields.required(hf, "num_hidden_layers")
         return {
             **fields.model(hf),
-            "layer_pattern": "".join(fields.symbols_of(types, self.symbols, layers)),
+            "layer_pattern": fields.symbols_of(types, self.symbols, layers),
             "num_attention_heads": heads,
             "num_query_groups": hf.get("num_key_value_heads") or heads,
             "kv_channels": head_dim,
@@ -123,7 +119,7 @@ class Zamba2(Zamba):
         # Releases of transformers rescale RoPE for a long context, or do not.
         fields.only(hf, use_long_context=False)
         hidden = fields.required(hf, "hidden_size")
-        mamba_heads = fields.required(hf, "n_mamba_heads")
+        sizes = {"mamba_n_heads": fields.required(hf, "n_mamba_heads"), "mamba_d_state": 64, **hf}
         mixing = fields.rotary(hf) if hf.get("use_mem_rope", False) else {}
         return {
             **self._shared(hf, fields.required(hf, "layers_block_type")),
@@ -133,14 +129,8 @@ class Zamba2(Zamba):
             "num_shared_blocks": hf.get("num_mem_blocks", 1),
             "shared_block_adapter_rank": hf.get("adapter_rank", 128),
             "shared_block_attention_adapters": hf.get("use_shared_attention_adapter", False),
-            "mamba_num_heads": mamba_heads,
-            "mamba_head_dim": hf.get("mamba_expand", 2) * hidden // mamba_heads,
-            "mamba_num_groups": hf.get("mamba_ngroups", 1),
-            "mamba_state_dim": hf.get("mamba_d_state", 64),
-            "mamba_conv_kernel": hf.get("mamba_d_conv", 4),
-            "mamba_chunk_size": hf.get("chunk_size", 256),
-            # The norm in the mixer has an epsilon of 1e-5, whatever rms_norm_eps says.
-            **fields.time_steps(hf),  # transformers clamps by time_step_min
+            # transformers clamps by time_step_min. The epsilon is in the code of the model.
+            **fields.mamba2(fields.renamed(sizes, fields.OF_MAMBA), 1e-5),
         }
 
 

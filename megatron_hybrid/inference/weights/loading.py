@@ -108,13 +108,10 @@ class _Names:
         if self._adapter is not None:
             theirs = list(self._adapter.tensors(self._config))
             layout = next(m.layout for m in theirs if m.ours == (EMBEDDING,))
-            others = [
-                self._adapter.as_found(m, self._config, _AllBut.fromkeys(m.theirs)) for m in theirs
-            ]
-            separate = [self._adapter.one_by_one(m, self._config) for m in theirs]
-            # Where there is no other spelling, the same again.
-            self.maps += theirs + others + separate
-            self._written = theirs * 3
+            for tensor_map in theirs:
+                forms = [tensor_map, *self._adapter.spellings(tensor_map, self._config)]
+                self.maps += forms
+                self._written += [tensor_map] * len(forms)
         if self._config.share_embeddings_and_output_weights:
             self.maps += [
                 TensorMap((EMBEDDING,), (OUTPUT_LAYER,)),
@@ -165,13 +162,6 @@ class _Names:
 
     def _text_name(self, name: str) -> str:
         return name if self._adapter is None else self._adapter.text_name(name)
-
-
-class _AllBut(dict):
-    """Names of all tensors but its keys, for `Adapter.as_found`."""
-
-    def __contains__(self, name: object) -> bool:
-        return not super().__contains__(name)
 
 
 class _Pass:

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import bailing_linear  # noqa: F401
-import puzzle  # noqa: F401
+import put_together  # noqa: F401
 import torch
 from matrix import matrix_rows
 from safetensors.torch import load_file

@@ -48,7 +48,7 @@ CALLS = {
     "qwen3_next": "hermes, qwen3_coder",
     "seed_oss": "seed_oss",
 }
-"""How names of models begin -> the dialects of their releases; the longest one counts."""
+"""How names of models begin -> dialects of their releases, the longest counts; none: no tools."""
 PACKED = {"gpt_oss": {"mxfp4"}, "llama": {"all"}}
 for tiny, formats in PAIRS.items():
     PACKED.setdefault(read_values(tiny)["model_type"], set()).update(formats.values())
