@@ -58,6 +58,7 @@ _OWN = {
     "qwen:Qwen35Moe": "qwen3_5_moe qwen3_5_moe_text",
     "qwen:Qwen3Moe": "qwen3_moe qwen3_vl_moe qwen3_vl_moe_text",
     "qwen:Qwen3Next": "qwen3_next",
+    "step3:Step3": "step3_text step3_vl",
     "step3p5:Step3p5": "step3p5 step3p7",
     "zamba:Zamba": "zamba",
     "zamba:Zamba2": "zamba2",

@@ -24,6 +24,7 @@ CALLS = {
     "command_r7b": "cohere_command4",
     "deepseek": "deepseek_v3, deepseek_v31",
     "ernie": "ernie45",
+    **dict.fromkeys(("gemma_2", "gemma_3", "recurrentgemma"), "none"),
     "gemma_4": "gemma4",
     "glm4_moe": "glm45",
     "gpt_oss": "openai",
@@ -36,6 +37,7 @@ CALLS = {
     "lfm2": "lfm2",
     "llama_3": "llama3_json",
     "llama_4": "llama4_json, llama4_pythonic",
+    "mimo_v2": "qwen3_coder",
     "minimax": "minimax_m1",
     "minimax_m2": "minimax_m2",
     "mistral": "mistral, mistral_names",
@@ -47,6 +49,8 @@ CALLS = {
     "qwen3_5": "qwen3_coder",
     "qwen3_next": "hermes, qwen3_coder",
     "seed_oss": "seed_oss",
+    "step_3": "step3",
+    "step_3_5": "qwen3_coder",
 }
 """How names of models begin -> dialects of their releases, the longest counts; none: no tools."""
 PACKED = {"gpt_oss": {"mxfp4"}, "llama": {"all"}}

@@ -132,6 +132,7 @@ EXPECTED = {
     "qwen3_5_4b": ("G-G-G-*-" * 8 + "/*-", kv(8, 4, 256), 24 * delta(16, 128, 32, 128)),
     "qwen3_next_80b_a3b": ("GEGEGE*E" * 12, kv(12, 2, 256), 36 * delta(16, 128, 32, 128)),
     "recurrentgemma_2b": (spread("UUW" * 8 + "UU", "-"), 0, 18 * 2560 * (4 + 3 * 4)),
+    "step_3": ("*-" * 4 + "*E" * 56 + "*-", kv(61, 1, 256), 0),
     "step_3_5_flash": (
         spread("*WW", "-") + "WE" + "*EWEWEWE" * 10 + "*E",
         kv(12, 8, 128),

@@ -45,6 +45,8 @@ PAIRS = {
     "qwen3_moe": {PROJECTIONS: "fp8-block"},
     "mimo_v2_flash": {PROJECTIONS: "fp8-block"},
     "bailing_hybrid": {PROJECTIONS: "fp8-block"},
+    "step3": {PROJECTIONS: "fp8-block"},
+    "step3p5": {PROJECTIONS: "fp8-block"},
     "qwen3_5_moe": {PROJECTIONS: "fp8-small-blocks"},  # experts one by one
     "deepseek_v3": {PROJECTIONS: "fp8-small-blocks"},  # latent attention's absorbed projection
     "minimax_m2": {PROJECTIONS: "fp8-block-ue8m0"},
