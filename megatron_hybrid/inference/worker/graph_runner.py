@@ -176,6 +176,7 @@ class GraphRunner:
             return None
         self._context.begin_step(plan, size, num_rows)
         graph.replay()
+        self._context.end_recorded(plan)
         self.num_replays += 1
         wanted = [work.num_logits for work in plan.work]
         logits_nV = graph.output[: num_rows * len(counts)]
