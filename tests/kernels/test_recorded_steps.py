@@ -102,6 +102,7 @@ def step(engine, plan, *recorded):
         logits = engine.model(context.input_ids, inference_context=context)[0].clone()
     counts = [len(work.tokens) for work in plan.work]
     if recorded:
+        context.end_recorded(plan)
         rows = [i * recorded[1] + j for i, count in enumerate(counts) for j in range(count)]
         logits = logits[rows]
     places = [

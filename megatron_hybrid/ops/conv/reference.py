@@ -93,8 +93,8 @@ def _sums(
 
 
 class _Windows:
-    """Rows of the sequences after the leading single tokens of a layout, each preceded by its tail: row t
-    of sequence r becomes row t + (r + 1)(K - 1)."""
+    """Rows of the sequences after the leading single tokens of a layout, each preceded by its tail:
+    row t of sequence r becomes row t + (r + 1)(K - 1)."""
 
     def __init__(self, layout: RaggedLayout, K: int, device: torch.device) -> None:
         first = layout.num_singles

@@ -29,8 +29,9 @@ from megatron_hybrid.ops.hopper import compiles_wrongly, leave_racing_configs_ou
 from megatron_hybrid.ops.kernels import aligned_rows, leave_unspecialized, tf32_refusal
 from megatron_hybrid.ops.launch import checked
 from megatron_hybrid.ops.ragged import RaggedLayout
-from megatron_hybrid.ops.slot_states import SlotStates, capture_steps, step_rows
-from megatron_hybrid.ops.ssd.triton import capture, step
+from megatron_hybrid.ops.slot_states import SlotStates
+from megatron_hybrid.ops.ssd.triton import run_steps
+from megatron_hybrid.ops.steps import Steps
 
 try:
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
@@ -78,8 +79,8 @@ def verify(
 ) -> str | None:
     if (refusal := tf32_refusal(x_THP, B_TGN, C_TGN)) is not None:
         return refusal
-    if chunk_size < 16 or chunk_size & (chunk_size - 1):
-        return f"chunk_size is {chunk_size}; it takes powers of two from 16"
+    if 1 < chunk_size < 16 or chunk_size & (chunk_size - 1):
+        return f"chunk_size is {chunk_size}; it takes 1 and powers of two from 16"
     return None
 
 
@@ -99,15 +100,13 @@ def run(
         states = SlotStates.zeros(layout.num_sequences, (H, P, N), x_THP.device)
     inputs = (x_THP, dt_TH, B_TGN, C_TGN)
     A_H, y_THP = A_H.float(), torch.empty_like(x_THP)
-    steps, tokens = layout.num_steps, layout.num_tokens
-    if steps:
-        rows = step_rows(layout)
-        x, dt, B, C = (t[:rows] for t in inputs)
-        step(x, dt, A_H, B, C, D_H, states.pool_S, states.slot_ids_R[:steps], y_THP[:rows])
-        capture_steps(states, layout)
-    if steps < layout.num_sequences:
-        rest = [aligned_rows(t[steps:tokens]) for t in inputs]
-        _scan(rest, A_H, D_H, states, layout, chunk_size, y_THP[steps:tokens])
+    steps = Steps.of(states, layout, chunk_size, y_THP)
+    if steps.num_sequences:
+        run_steps(x_THP, dt_TH, A_H, B_TGN, C_TGN, D_H, steps)
+    if steps.num_sequences < layout.num_sequences:
+        first, tokens = layout.num_step_tokens, layout.num_tokens
+        rest = [aligned_rows(t[first:tokens]) for t in inputs]
+        _scan(rest, A_H, D_H, states, layout, chunk_size, y_THP[first:tokens])
         y_THP[tokens:] = 0
     return y_THP
 
@@ -123,7 +122,8 @@ def _differentiable(*given: Any) -> Tensor:
     x, dt, B, C = (rows_between(t, 0, layout.num_tokens)[None] for t in (x, dt, B, C))
     owners_1T = layout.sequence_ids(x.device).int()[None]
     form = {"D": D_H.float(), "seq_idx": owners_1T}
-    y_1THP = mamba_chunk_scan_combined(x, dt, A_H.float(), B, C, chunk_size, **form)
+    size = chunk_size if chunk_size > 1 else 64
+    y_1THP = mamba_chunk_scan_combined(x, dt, A_H.float(), B, C, size, **form)
     return pad_rows(y_1THP[0], layout)
 
 
@@ -167,6 +167,13 @@ def _scan(
         initial_states=initial_RHPN,
     )
     states.pool_S[slots_R] = ends_SHPN[chunks.last_chunks_R].to(states.pool_S.dtype)
-    if num := len(chunks.capture_chunks_n):
-        out_n = states.captured_n[-num:]
-        capture(x_THP, B_TGN, dt_HSL, cum_HSL, ends_SHPN, initial_RHPN, chunks, out_n)
+    if num := len(chunks.capture_places_n):
+        owners, chunk = chunks.place_sequences[:, None, None, None], chunks.place_chunks
+        starts = torch.where(
+            owners < 0,
+            ends_SHPN.index_select(0, (chunk - 1).clamp(min=0)),
+            initial_RHPN.index_select(0, chunks.place_sequences.clamp(min=0)),
+        )
+        inner = Steps.inside(chunks, starts)
+        run_steps(x_THP, dt_TH, A_H, B_TGN, C_TGN, D_H, inner)
+        states.captured_n[-num:] = inner.pool_S

@@ -2,15 +2,8 @@
 
 import pytest
 import torch
-from recurrences import (
-    CONV,
-    GATED_DELTA_RULE,
-    KIMI_DELTA_ATTENTION,
-    SELECTIVE_SCAN,
-    SSD,
-    seeded,
-    to,
-)
+from recurrences import CONVS, assert_bits_of_calls_of_their_own
+from recurrences import OPS as OPS_WITH_STATES
 
 from megatron_hybrid import ops
 from megatron_hybrid.ops import RaggedLayout, SlotStates, slot_states
@@ -121,47 +114,14 @@ def test_states_that_share_memory_are_refused(place):
         ops.ssd_scan(*make(generator, 5, 2, 1, 4, 4), states, layout)
 
 
-ALL = (SSD, SELECTIVE_SCAN, GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, CONV)
-
-
-@pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", OPS_WITH_STATES, ids=lambda op: op.name)
 @pytest.mark.parametrize("lengths", [(1, 4, 2), (1, 4, 2, 9), (1, 1, 5, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
 def test_tokens_of_decodes_have_the_bits_of_calls_of_their_own(op, lengths, dtype):
     """Also next to a prefill, with states captured after them, and rounded ones."""
-    slots, starts, decodes = (4, 7, 2, 0), (5, 17, 3, 40), sum(n < 9 for n in lengths)
-    captures = tuple(i for i in range(2, sum(lengths)) if i != 5)
-    slots, starts = slots[: len(lengths)], starts[: len(lengths)]
-    layout = RaggedLayout(lengths, starts, captures, num_padding=3, num_decodes=decodes)
-    generator = seeded(0)
-    inputs, parameters = op.inputs(layout.num_rows, generator), op.parameters(generator)
-    inputs, parameters = to(torch.float32, inputs), to(torch.float32, parameters)
-    dtype = torch.float32 if op is CONV else dtype  # whose tails are in the dtype of its inputs
-    pool = torch.randn(SLOTS, *op.state_shape, generator=generator).to(dtype)
-    expected_pool, expected_y, expected = pool.clone(), [], {}
-
-    def call(rows, pool, slots, layout, captured=None):
-        i, p = [each[rows] for each in inputs], parameters
-        if op in (SSD, SELECTIVE_SCAN):
-            i = [*i[:2], p[0], *i[2:], p[1]]
-        elif op is CONV:
-            i = [*i, *p]
-        states = SlotStates(pool, torch.tensor(slots), captured)
-        return getattr(ops, op.name)(*i, states, layout)
-
-    captured = torch.empty(len(captures), *op.state_shape, dtype=dtype)
-    y = call(slice(None), pool, slots, layout, captured)
-    assert not y[sum(lengths) :].any()
-    for r, (slot, start, length) in enumerate(zip(slots, starts, lengths)):
-        first, step = layout.cu_seqlens[r], 1 if r < decodes else length
-        for row in range(first, first + length, step):
-            counts = tuple(c - row for c in captures if row < c <= row + step)
-            part = torch.empty(len(counts), *op.state_shape, dtype=dtype)
-            alone = RaggedLayout((step,), (start + row - first,), counts)
-            rows = slice(row, row + step)
-            expected_y.append(call(rows, expected_pool, (slot,), alone, part if counts else None))
-            expected |= {row + c: own for c, own in zip(counts, part)}
-    assert torch.equal(y[: sum(lengths)], torch.cat(expected_y))
-    assert torch.equal(pool, expected_pool)
-    assert torch.equal(captured, torch.stack([expected[c] for c in captures]))
+    decodes = sum(length < 9 for length in lengths)
+    captures = tuple(count for count in range(2, sum(lengths)) if count != 5)
+    layout = RaggedLayout(lengths, (5, 17, 3, 40)[: len(lengths)], captures, 3, None, decodes)
+    dtype = torch.float32 if op in CONVS else dtype  # whose tails are in the dtype of its inputs
+    assert_bits_of_calls_of_their_own(op, layout, dtype)
