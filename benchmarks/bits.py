@@ -1,5 +1,10 @@
-"""Whether logits depend, in the last bit, on cuts, saved states, decodes and other requests."""
+"""Whether logits depend, in the last bit, on cuts, saved states, decodes and other requests.
 
+`python -m benchmarks.bits 10000 MM '*-'` compares so many rows of each of these patterns; set
+ATEN_CPU_CAPABILITY for vectors of another width.
+"""
+
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -61,7 +66,12 @@ def row_of(what: str, model: HybridModel) -> Row:
 
 def equal_shares(model: HybridModel, requests: int = REQUESTS) -> list[float]:
     """The shares of the rows of logits that a trainer's forward has to the bit, by `COLUMNS`."""
-    rng = np.random.default_rng(0)
+    return [equal / rows for equal, rows in equal_rows(model, requests)]
+
+
+def equal_rows(model: HybridModel, requests: int, seed: int = 0) -> list[tuple[int, int]]:
+    """The rows that are equal, and all that were compared, by `COLUMNS`."""
+    rng = np.random.default_rng(seed)
     lengths = rng.integers(*PROMPTS, requests, endpoint=True).tolist()
     prompts = [rng.integers(0, model.vocab_size, length).tolist() for length in lengths]
     plain = engine_of(model, prefix_caching="off")
@@ -75,17 +85,17 @@ def equal_shares(model: HybridModel, requests: int = REQUESTS) -> list[float]:
         [row for prompt in prompts[:3] for row in logits_of(plain, [prompt], TOKENS)],
         logits_of(resumed, longer, TOKENS // 2),
     )
-    return [equal_share(model, rows) for rows in runs]
+    return [equal_and_all(model, rows) for rows in runs]
 
 
 @torch.inference_mode()
-def equal_share(model: HybridModel, sequences: Rows) -> float:
-    """The share of rows that the model's own forward over each sequence has to the bit."""
+def equal_and_all(model: HybridModel, sequences: Rows) -> tuple[int, int]:
+    """The rows that the model's own forward over each sequence has to the bit, and all."""
     equal = []
     for tokens, rows in sequences:
         logits_TV = model(torch.tensor([tokens]))[0]
         equal += [torch.equal(logits_V, logits_TV[place]) for place, logits_V in rows.items()]
-    return sum(equal) / len(equal)
+    return sum(equal), len(equal)
 
 
 def logits_of(
@@ -116,3 +126,22 @@ def logits_of(
         engine.step()
     engine.runner.forward = forward
     return [(each.tokens[: each.num_tokens].tolist(), found[each.request_id]) for each in requests]
+
+
+def main(least: int, patterns: list[str]) -> None:
+    print("vectors:", torch.backends.cpu.get_cpu_capability())
+    for pattern in patterns or PATTERNS:
+        for dtype in (torch.float32, torch.bfloat16):
+            model, counts, seed = random_model(pattern, dtype), np.zeros((len(COLUMNS), 2), int), 0
+            while counts[:, 1].sum() < least:
+                counts += equal_rows(model, REQUESTS, seed)
+                seed += 1
+            parts = ", ".join(
+                f"{name} {a} of {b}" for name, (a, b) in zip(COLUMNS, counts.tolist())
+            )
+            equal, rows = counts.sum(0).tolist()
+            print(f"{pattern}, {dtype}: {equal} of {rows} ({parts})", flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])
