@@ -102,7 +102,7 @@ def unit_rows(q_THN: Tensor, k_THN: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @Kernel
-@triton.jit(do_not_specialize=["num_sequences", "num_rows", "stride_out_capture"])
+@triton.jit(do_not_specialize=["num_sequences", "num_rows"])
 def steps_kernel(
     q_ptr,
     k_ptr,

@@ -14,7 +14,7 @@ STEP_ELEMENTS = 1024
 
 
 @Kernel
-@triton.jit(do_not_specialize=["num_sequences", "num_rows", "stride_out_capture"])
+@triton.jit(do_not_specialize=["num_sequences", "num_rows"])
 def steps_kernel(
     x_ptr,
     dt_ptr,
