@@ -86,19 +86,21 @@ def _token_by_token(
 ) -> torch.Tensor:
     """Outputs of all tokens of the first sequences, whose states it changes. Those at captures are
     written where they are kept, and read from there by the next token."""
-    kept = () if captured_n is None else captured_n.unbind()
-    captured = dict(zip(layout.captures, kept))
-    moves = []  # of each token: the state before, the state after
-    for state, (first, end) in zip(states, pairwise(layout.cu_seqlens)):
-        inner = [captured.get(count, state) for count in range(first + 1, end)]
-        moves += zip((state, *inner), (*inner, state))
+    captured = {}
+    if captured_n is not None:
+        captured = dict(zip(layout.captures, captured_n.unbind()))
+    moves = list(zip(states, states)) if layout.num_singles >= len(states) else []
+    if not moves:  # of each token: the state before, the state after
+        for state, (first, end) in zip(states, pairwise(layout.cu_seqlens)):
+            inner = [captured.get(count, state) for count in range(first + 1, end)]
+            moves += zip((state, *inner), (*inner, state))
     outputs = [
         step(
             *(rows_between(t, i, min(i + ROWS, len(moves))) for t in inputs_T), moves[i : i + ROWS]
         )
         for i in range(0, len(moves), ROWS)
     ]
-    for end, state in zip(layout.cu_seqlens[1:], states):
+    for end, state in zip(layout.cu_seqlens[1:], states if captured else ()):
         if end in captured:
             captured[end].copy_(state)
     return join(outputs)

@@ -198,16 +198,19 @@ def _step(
         return (q_RH1N @ S_RHNP).squeeze(2), S_RHNP
     o_RH1P = torch.empty_like(v_RH1P)
     rows = (q_RH1N, k_RH1N.mT, kept_k_RH1N, v_RH1P, decay_RHN1, beta_RH11, o_RH1P)
+    is_rounded = S_RHNP[0][1].dtype != v_RHP.dtype
     for (before_HNP, S_HNP), q_H1N, k_HN1, kept_k_H1N, v_H1P, decay_HN1, beta_H11, o_H1P in zip(
         S_RHNP, *(t.unbind() for t in rows)
     ):
         delta_H1P = o_H1P  # in its memory until the output is written
-        torch.bmm(kept_k_H1N, before_HNP.to(o_H1P.dtype), out=delta_H1P)
+        if is_rounded:
+            before_HNP = before_HNP.to(v_RHP.dtype)
+        torch.bmm(kept_k_H1N, before_HNP, out=delta_H1P)
         torch.sub(v_H1P, delta_H1P, out=delta_H1P).mul_(beta_H11)
-        out = S_HNP if S_HNP.dtype == o_H1P.dtype else None
+        out = None if is_rounded else S_HNP
         new_HNP = torch.mul(before_HNP, decay_HN1, out=out).addcmul_(k_HN1, delta_H1P)
         torch.bmm(q_H1N, new_HNP, out=o_H1P)
-        if out is None:
+        if is_rounded:
             S_HNP.copy_(new_HNP)
     return o_RH1P.squeeze(2)
 

@@ -89,13 +89,14 @@ def _step(
         return (C_RH1N @ S_RHPN.mT).squeeze(2), S_RHPN
     y_RH1P = torch.empty_like(dtx_RHP).unsqueeze(2)
     rows = (decay_RH11, dtx_RHP1, B_RH1N, C_RH1N, y_RH1P)
+    is_rounded = S_RHPN[0][1].dtype != dtx_RHP.dtype
     for (before_HPN, S_HPN), decay_H11, dtx_HP1, B_H1N, C_H1N, y_H1P in zip(
         S_RHPN, *(t.unbind() for t in rows)
     ):
-        out = S_HPN if S_HPN.dtype == y_H1P.dtype else None
+        out = None if is_rounded else S_HPN
         new_HPN = torch.mul(before_HPN, decay_H11, out=out).addcmul_(dtx_HP1, B_H1N)
         torch.bmm(C_H1N, new_HPN.mT, out=y_H1P)
-        if out is None:
+        if is_rounded:
             S_HPN.copy_(new_HPN)
     return y_RH1P.squeeze(2)
 
