@@ -1,10 +1,5 @@
-"""Whether logits depend, in the last bit, on cuts, saved states, decodes and other requests.
+"""Whether logits depend, in the last bit, on cuts, saved states, decodes and other requests."""
 
-`python -m benchmarks.bits 10000 MM '*-'` compares so many rows of each of these patterns; set
-ATEN_CPU_CAPABILITY for vectors of another width.
-"""
-
-import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,7 +13,7 @@ from megatron_hybrid.inference.scheduling.step_plan import StepPlan
 
 PATTERNS = [2 * symbol for symbol in "*WL+MSGKCAUHZEBP-"] + ["MG*-W-"]
 ONE = {"mamba_chunk_size": 1, "linear_chunk_size": 1}
-REQUESTS, TOKENS = 8, 24
+REQUESTS, TOKENS, LEAST_ROWS = 8, 24, 10_000
 PROMPTS = (20, 300)
 """Shortest and longest, in tokens."""
 
@@ -60,18 +55,14 @@ def random_model(pattern: str, dtype: torch.dtype, **fields) -> HybridModel:
 
 
 def row_of(what: str, model: HybridModel) -> Row:
-    shares = zip(COLUMNS, equal_shares(model))
-    return Row(what, ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares))
+    rng, counts = np.random.default_rng(0), np.zeros((len(COLUMNS), 2), int)
+    while counts[:, 1].sum() < LEAST_ROWS:
+        counts += equal_rows(model, REQUESTS, rng)
+    return Row(what, ", ".join(f"{name} {a} of {b}" for name, (a, b) in zip(COLUMNS, counts)))
 
 
-def equal_shares(model: HybridModel, requests: int = REQUESTS) -> list[float]:
-    """The shares of the rows of logits that a trainer's forward has to the bit, by `COLUMNS`."""
-    return [equal / rows for equal, rows in equal_rows(model, requests)]
-
-
-def equal_rows(model: HybridModel, requests: int, seed: int = 0) -> list[tuple[int, int]]:
-    """The rows that are equal, and all that were compared, by `COLUMNS`."""
-    rng = np.random.default_rng(seed)
+def equal_rows(model: HybridModel, requests: int, rng: np.random.Generator) -> list[list[int]]:
+    """[rows of logits that a trainer's forward has to the bit, all of them], by `COLUMNS`."""
     lengths = rng.integers(*PROMPTS, requests, endpoint=True).tolist()
     prompts = [rng.integers(0, model.vocab_size, length).tolist() for length in lengths]
     plain = engine_of(model, prefix_caching="off")
@@ -85,17 +76,16 @@ def equal_rows(model: HybridModel, requests: int, seed: int = 0) -> list[tuple[i
         [row for prompt in prompts[:3] for row in logits_of(plain, [prompt], TOKENS)],
         logits_of(resumed, longer, TOKENS // 2),
     )
-    return [equal_and_all(model, rows) for rows in runs]
+    return [[sum(equal), len(equal)] for equal in (are_equal(model, rows) for rows in runs)]
 
 
 @torch.inference_mode()
-def equal_and_all(model: HybridModel, sequences: Rows) -> tuple[int, int]:
-    """The rows that the model's own forward over each sequence has to the bit, and all."""
+def are_equal(model: HybridModel, sequences: Rows) -> list[bool]:
     equal = []
     for tokens, rows in sequences:
         logits_TV = model(torch.tensor([tokens]))[0]
         equal += [torch.equal(logits_V, logits_TV[place]) for place, logits_V in rows.items()]
-    return sum(equal), len(equal)
+    return equal
 
 
 def logits_of(
@@ -126,22 +116,3 @@ def logits_of(
         engine.step()
     engine.runner.forward = forward
     return [(each.tokens[: each.num_tokens].tolist(), found[each.request_id]) for each in requests]
-
-
-def main(least: int, patterns: list[str]) -> None:
-    print("vectors:", torch.backends.cpu.get_cpu_capability())
-    for pattern in patterns or PATTERNS:
-        for dtype in (torch.float32, torch.bfloat16):
-            model, counts, seed = random_model(pattern, dtype), np.zeros((len(COLUMNS), 2), int), 0
-            while counts[:, 1].sum() < least:
-                counts += equal_rows(model, REQUESTS, seed)
-                seed += 1
-            parts = ", ".join(
-                f"{name} {a} of {b}" for name, (a, b) in zip(COLUMNS, counts.tolist())
-            )
-            equal, rows = counts.sum(0).tolist()
-            print(f"{pattern}, {dtype}: {equal} of {rows} ({parts})", flush=True)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
