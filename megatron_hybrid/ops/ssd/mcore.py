@@ -79,6 +79,8 @@ def verify(
 ) -> str | None:
     if (refusal := tf32_refusal(x_THP, B_TGN, C_TGN)) is not None:
         return refusal
+    if states is not None and states.pool_S.stride(-1) != 1:
+        return f"states have the strides {states.pool_S.stride()}; it takes rows of neighbours"
     if 1 < chunk_size < 16 or chunk_size & (chunk_size - 1):
         return f"chunk_size is {chunk_size}; it takes 1 and powers of two from 16"
     return None
@@ -98,14 +100,16 @@ def run(
     (_, H, P), N = x_THP.shape, B_TGN.shape[2]
     if states is None:
         states = SlotStates.zeros(layout.num_sequences, (H, P, N), x_THP.device)
-    inputs = (x_THP, dt_TH, B_TGN, C_TGN)
-    A_H, y_THP = A_H.float(), torch.empty_like(x_THP)
+    x_THP, B_TGN, C_TGN = (
+        t if t.stride(-1) == 1 else t.contiguous() for t in (x_THP, B_TGN, C_TGN)
+    )
+    A_H, y_THP = A_H.float(), x_THP.new_empty(x_THP.shape)
     steps = Steps.of(states, layout, chunk_size, y_THP)
     if steps.num_sequences:
         run_steps(x_THP, dt_TH, A_H, B_TGN, C_TGN, D_H, steps)
     if steps.num_sequences < layout.num_sequences:
         first, tokens = layout.num_step_tokens, layout.num_tokens
-        rest = [aligned_rows(t[first:tokens]) for t in inputs]
+        rest = [aligned_rows(t[first:tokens]) for t in (x_THP, dt_TH, B_TGN, C_TGN)]
         _scan(rest, A_H, D_H, states, layout, chunk_size, y_THP[first:tokens])
         y_THP[tokens:] = 0
     return y_THP
@@ -137,7 +141,7 @@ def _scan(
     y_THP: Tensor,
 ) -> None:
     """All other sequences, in chunks; writes outputs, final states and captures."""
-    x_THP, dt_TH, B_TGN, C_TGN = (t if t.stride(-1) == 1 else t.contiguous() for t in inputs)
+    x_THP, dt_TH, B_TGN, C_TGN = inputs
     chunks = AnchoredChunks.of(layout, chunk_size, x_THP.device)
     bounds, owners = chunks.boundaries_S, chunks.sequences_S
     slots_R = states.slot_ids_R[layout.num_steps :]

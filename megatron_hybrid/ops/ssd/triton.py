@@ -33,26 +33,20 @@ def steps_kernel(
     num_rows,
     stride_x_row,
     stride_x_head,
-    stride_x_value,
     stride_dt_row,
     stride_dt_head,
     stride_B_row,
     stride_B_group,
-    stride_B_state,
     stride_C_row,
     stride_C_group,
-    stride_C_state,
     stride_pool_slot,
     stride_pool_head,
     stride_pool_value,
-    stride_pool_state,
     stride_y_row,
     stride_y_head,
-    stride_y_value,
     stride_out_capture,
     stride_out_head,
     stride_out_value,
-    stride_out_state,
     HEADS_PER_GROUP: tl.constexpr,
     P: tl.constexpr,
     N: tl.constexpr,
@@ -68,7 +62,7 @@ def steps_kernel(
     group = h // HEADS_PER_GROUP
     first = tl.load(rows_ptr + r * ROWS_STRIDE).to(tl.int64)
     if HAS_OUTPUTS:
-        y_ptrs = y_ptr + h * stride_y_head + p * stride_y_value
+        y_ptrs = y_ptr + h * stride_y_head + p
         if r >= num_sequences:
             for t in range(first, num_rows):
                 tl.store(y_ptrs + t * stride_y_row, tl.zeros((BLOCK_P,), tl.float32), mask=p < P)
@@ -76,13 +70,8 @@ def steps_kernel(
     end = tl.load(rows_ptr + r * ROWS_STRIDE + 1).to(tl.int64)
     slot = tl.load(slots_ptr + r).to(tl.int64)
     inside = (p[:, None] < P) & (s[None, :] < N)
-    state_ptrs = (
-        pool_ptr
-        + slot * stride_pool_slot
-        + h * stride_pool_head
-        + p[:, None] * stride_pool_value
-        + s[None, :] * stride_pool_state
-    )
+    state_ptrs = pool_ptr + slot * stride_pool_slot + h * stride_pool_head
+    state_ptrs += p[:, None] * stride_pool_value + s[None, :]
     state = tl.load(state_ptrs, mask=inside, other=0.0).to(tl.float32)
     A = tl.load(A_ptr + h)
     if HAS_OUTPUTS:
@@ -90,14 +79,14 @@ def steps_kernel(
         capture, last = tl.load(offsets_ptr + r), tl.load(offsets_ptr + r + 1)
         wanted = tl.load(captures_ptr + capture, mask=capture < last, other=-1)
     for t in range(first, end):
-        x_ptrs = x_ptr + t * stride_x_row + h * stride_x_head + p * stride_x_value
+        x_ptrs = x_ptr + t * stride_x_row + h * stride_x_head + p
         x = tl.load(x_ptrs, mask=p < P, other=0.0).to(tl.float32)
         dt = tl.load(dt_ptr + t * stride_dt_row + h * stride_dt_head).to(tl.float32)
-        B_ptrs = B_ptr + t * stride_B_row + group * stride_B_group + s * stride_B_state
+        B_ptrs = B_ptr + t * stride_B_row + group * stride_B_group + s
         B = tl.load(B_ptrs, mask=s < N, other=0.0).to(tl.float32)
         state = state * tl.exp(dt * A) + (dt * x)[:, None] * B[None, :]
         if HAS_OUTPUTS:
-            C_ptrs = C_ptr + t * stride_C_row + group * stride_C_group + s * stride_C_state
+            C_ptrs = C_ptr + t * stride_C_row + group * stride_C_group + s
             C = tl.load(C_ptrs, mask=s < N, other=0.0).to(tl.float32)
             y = tl.sum(state * C[None, :], axis=1) + D * x
             tl.store(y_ptrs + t * stride_y_row, y, mask=p < P)
@@ -105,8 +94,8 @@ def steps_kernel(
             state = state.to(pool_ptr.dtype.element_ty).to(tl.float32)
             if t + 1 == wanted:
                 out_ptrs = out_ptr + tl.cast(capture, tl.int64) * stride_out_capture
-                out_ptrs += h * stride_out_head + p[:, None] * stride_out_value
-                tl.store(out_ptrs + s[None, :] * stride_out_state, state, mask=inside)
+                out_ptrs += h * stride_out_head + p[:, None] * stride_out_value + s[None, :]
+                tl.store(out_ptrs, state, mask=inside)
                 capture += 1
                 wanted = tl.load(captures_ptr + capture, mask=capture < last, other=-1)
     tl.store(state_ptrs, state, mask=inside)
@@ -121,7 +110,7 @@ def run_steps(
     D_H: Tensor,
     steps: Steps,
 ) -> None:
-    """The recurrence of `ops.ssd_scan`, in place. A_H is fp32."""
+    """The recurrence of `ops.ssd_scan`, in place. A_H is fp32; last strides are 1."""
     (_, H, P), N = x_THP.shape, B_TGN.shape[2]
     block_n = max(16, triton.next_power_of_2(N))
     block_p = min(triton.next_power_of_2(P), max(1, STEP_ELEMENTS // block_n))
