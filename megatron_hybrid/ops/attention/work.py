@@ -63,6 +63,12 @@ class Parts:
     """Results of all of them."""
 
 
+def of_many_tokens(layout: RaggedLayout) -> list[int]:
+    """The sequences with many new tokens, decodes left out: their drafts split keys as they do."""
+    lengths = enumerate(layout.lengths)
+    return [r for r, length in lengths if length > FEW_TOKENS and r >= layout.num_decodes]
+
+
 def whole_keys(
     layout: RaggedLayout, group: int, block_m: int, device: torch.device
 ) -> Tiles | None:
@@ -74,10 +80,9 @@ def whole_keys(
 
     def make() -> Tiles | None:
         numbers = [
-            (r, first, min(first + block_m, length * group))
-            for r, length in enumerate(layout.lengths)
-            if length > FEW_TOKENS
-            for first in range(0, length * group, block_m)
+            (r, first, min(first + block_m, layout.lengths[r] * group))
+            for r in of_many_tokens(layout)
+            for first in range(0, layout.lengths[r] * group, block_m)
         ]
         if not numbers:
             return None
@@ -130,7 +135,7 @@ def _launches(
     most_places: int,
     device: torch.device,
 ) -> Iterator[Parts]:
-    few = [r for r, length in enumerate(layout.lengths) if length <= FEW_TOKENS]
+    few = sorted({*range(layout.num_sequences)} - {*of_many_tokens(layout)})
     if not few:
         return
     # Of each token: its sequence, its number there, its position.
