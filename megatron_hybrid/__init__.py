@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from megatron_hybrid.models.layer_pattern import LAYER_KINDS
     from megatron_hybrid.text.guide import Guide
 
-# MKL then gives a row of a product the same bits in any number of rows, at no cost: HybridModel's
-# decodes and prefills agree. It reads this at a process's first product.
+# MKL then gives a row of a product the same bits in any number of rows on an Intel CPU, at no cost:
+# attention, and what `ops.linear` leaves to it. It reads this at a process's first product.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 __all__ = [

@@ -132,6 +132,7 @@ def make_parts(
         ranks,
         GraphRunner(model, allocated.context, graphs, ranks) if graphs is not None else None,
         adapters,
+        allocated.has_copies,
     )
     scheduler = Scheduler(
         cache,

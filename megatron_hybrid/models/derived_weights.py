@@ -9,9 +9,11 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 
+from megatron_hybrid.ops.linear import reordered
+
 Derived = dict[tuple[nn.Module, str], tuple[Tensor, Callable[[], Tensor]]]
 """Results by module and name, each with what worked it out."""
-_kept: ContextVar[Derived | None] = ContextVar("kept", default=None)
+_kept: ContextVar[tuple[Derived | None, bool]] = ContextVar("kept", default=(None, False))
 
 
 def from_weights(module: nn.Module, name: str, make: Callable[[], Tensor]) -> Tensor:
@@ -22,12 +24,22 @@ def from_weights(module: nn.Module, name: str, make: Callable[[], Tensor]) -> Te
         name: of the result among those of the module.
         make: works it out.
     """
-    kept = _kept.get()
+    kept, _ = _kept.get()
     if kept is None:
         return make()
     if (module, name) not in kept:
         kept[module, name] = make(), make
     return kept[module, name][0]
+
+
+def reordered_weight(module: nn.Module, weight: Tensor) -> Tensor:
+    """The weight of a module for `ops.linear`, in the layout that is read fastest where an engine
+    keeps that."""
+    kept, has_room = _kept.get()
+    if kept is None or not has_room:
+        return weight
+    found = kept.get((module, "reordered"))  # in one look: a product may take as long as two
+    return found[0] if found else from_weights(module, "reordered", lambda: reordered(weight))
 
 
 @torch.inference_mode()
@@ -39,10 +51,10 @@ def work_out_again(kept: Derived) -> None:
 
 
 @contextmanager
-def keep_derived(kept: Derived) -> Iterator[None]:
+def keep_derived(kept: Derived, has_room: bool = False) -> Iterator[None]:
     """Keep results in `kept`, which the caller clears, or has worked out again, when weights
-    change. No gradient may be wanted inside."""
-    token = _kept.set(kept)
+    change. No gradient may be wanted inside. has_room: for `reordered_weight`."""
+    token = _kept.set((kept, has_room))
     try:
         yield
     finally:

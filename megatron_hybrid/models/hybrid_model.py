@@ -44,7 +44,7 @@ from megatron_hybrid.models.sharding.sharded_state import sharded_state_dict
 from megatron_hybrid.models.sharding.stage_copies import StageCopies
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
 from megatron_hybrid.ops.checks import join
-from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
+from megatron_hybrid.ops.linear import full_rows
 from megatron_hybrid.utils.other_names import names_arguments, names_attributes
 from megatron_hybrid.utils.out_of_memory import is_lack_of_memory
 
@@ -526,10 +526,10 @@ class HybridModel(_LanguageModule):
     def compute_logits(self, hidden_nh: Tensor) -> Tensor:
         """The output layer alone: normed hidden states [n, hidden] -> logits [n, vocab].
 
-        Rows are padded to a multiple of `ROW_ALIGNMENT`, as in the layers before: on the CPU, the
-        bits of a row's logits do not depend on other rows.
+        Rows are padded on a GPU, as in the layers before: where the bits of a row do not depend on
+        other rows, those of its logits do not.
         """
-        padded = F.pad(hidden_nh, (0, 0, 0, -len(hidden_nh) % ROW_ALIGNMENT))
+        padded = full_rows(hidden_nh) if hidden_nh.is_cuda else hidden_nh
         logits = gather_last_dim(self._local_logits(padded), self.pg_collection.tp)
         return logits[: len(hidden_nh), : self.vocab_size]
 

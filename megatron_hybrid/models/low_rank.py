@@ -28,6 +28,7 @@ from megatron_hybrid.models.sharding.collectives import (
     sum_gradient_of_copies,
 )
 from megatron_hybrid.models.sharding.tensor_sharding import copy_marks, cut_of, full_shape, shard
+from megatron_hybrid.ops.linear import linear
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,9 @@ class LowRankAdapter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The projection's input [..., in] -> what to add to its output [..., out]."""
-        low = F.linear(F.dropout(x, self.dropout, self.training), self.a)
+        low = linear(F.dropout(x, self.dropout, self.training), self.a)
         low = meet_ranks(low, self.group, self.splits_rows, self.by_column)
-        return F.linear(low, self.own_b()) * self.scale
+        return linear(low, self.own_b()) * self.scale
 
     def own_b(self) -> Tensor:
         """B with 0 where a part's A has no effect, [out, rank] of this rank."""

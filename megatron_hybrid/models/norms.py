@@ -45,10 +45,12 @@ class LocalNorm(nn.Module):
 
     def factor(self, dtype: torch.dtype) -> Tensor:
         """Factor of the normed values, [hidden_size]."""
+        weight = self.weight
+        if weight.dtype == dtype and not self.zero_centered:
+            return weight
 
         def make() -> Tensor:
-            weight = self.weight.to(dtype)
-            return 1.0 + weight if self.zero_centered else weight
+            return 1.0 + weight.to(dtype) if self.zero_centered else weight.to(dtype)
 
         return from_weights(self, str(dtype), make)
 

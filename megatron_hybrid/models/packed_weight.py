@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_hybrid import ops
+from megatron_hybrid.models.derived_weights import reordered_weight
 from megatron_hybrid.models.sharding.gathering import mark_experts, num_experts_of
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, cut_of, mark_tensor_parallel
 from megatron_hybrid.ops import packed_linear, unpack
@@ -181,11 +182,11 @@ def require_unpacked(model: nn.Module, task: str) -> None:
             )
 
 
-def linear(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:
-    """x W^T, `[..., in] -> [..., out]`."""
+def linear(x: Tensor, weight: Tensor | PackedWeight, module: nn.Module) -> Tensor:
+    """x W^T, `[..., in] -> [..., out]`. module: whose weight it is."""
     if isinstance(weight, PackedWeight):
         return packed_linear(x.reshape(-1, x.shape[-1]), *weight.parts).view(*x.shape[:-1], -1)
-    return F.linear(x, weight)
+    return ops.linear(x, reordered_weight(module, weight))
 
 
 def unpacked(weight: Tensor | PackedWeight) -> Tensor:

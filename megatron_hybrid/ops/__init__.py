@@ -24,6 +24,7 @@ from megatron_hybrid.ops.attention import AttentionPattern, paged_attention, var
 from megatron_hybrid.ops.conv import causal_conv1d
 from megatron_hybrid.ops.delta_rule import gated_delta_rule, kimi_delta_attention
 from megatron_hybrid.ops.experts import ExpertPairs, expert_mlps
+from megatron_hybrid.ops.linear import linear
 from megatron_hybrid.ops.norm import gated_rms_norm, rms_norm, rms_norm_of_sum
 from megatron_hybrid.ops.packed import packed_linear, unpack
 from megatron_hybrid.ops.ragged import RaggedLayout
@@ -47,6 +48,7 @@ __all__ = [
     "gated_delta_rule",
     "gated_rms_norm",
     "kimi_delta_attention",
+    "linear",
     "packed_linear",
     "paged_attention",
     "rms_norm",

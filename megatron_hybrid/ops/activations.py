@@ -15,34 +15,17 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from megatron_hybrid.ops.checks import compute_dtype, has_tangent
+from megatron_hybrid.ops.gradients import are_wanted, with_gradient
 
 _Function = Callable[[torch.Tensor], torch.Tensor]
 
 
-class _OnCPU(torch.autograd.Function):
-    """A value of ours with the gradient of torch's function: that saves the argument alone, and is
-    finite where an exponential overflows."""
-
-    @staticmethod
-    def forward(ctx, x, ours, torchs):
-        ctx.save_for_backward(x)
-        ctx.torchs = torchs
-        return ours(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        with torch.enable_grad():
-            x = ctx.saved_tensors[0].detach().requires_grad_()
-            (grad,) = torch.autograd.grad(ctx.torchs(x), x, grad)
-        return grad, None, None
-
-
 def _instead_of(torchs: _Function) -> Callable[[_Function], _Function]:
-    """Make a function of a CPU's fp32 or float64 one of all tensors: `torchs` on other devices."""
+    """Make a function of a CPU's fp32 or float64 one of all tensors: `torchs` on other devices. Its
+    gradient is that of torch's function, which saves the argument alone, and is finite where an
+    exponential overflows."""
 
     def decorate(ours: _Function) -> _Function:
         def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -52,8 +35,8 @@ def _instead_of(torchs: _Function) -> Callable[[_Function], _Function]:
         def function(x: torch.Tensor) -> torch.Tensor:
             if x.device.type != "cpu" or has_tangent(x):
                 return torchs(x)
-            if x.requires_grad and torch.is_grad_enabled():
-                return _OnCPU.apply(x, rounded, torchs)
+            if are_wanted((x,)):
+                return with_gradient(rounded, torchs, (x,))
             return rounded(x)
 
         function.__name__, function.__doc__ = ours.__name__, ours.__doc__

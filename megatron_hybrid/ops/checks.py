@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import torch
-import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from megatron_hybrid.ops.ragged import RaggedLayout
@@ -38,14 +37,14 @@ def without_autocast(op):
 def rows_between(x_T: torch.Tensor, first: int, end: int) -> torch.Tensor:
     """`x_T[first:end]`; the tensor itself if that is all of it: a slice costs a copy in
     backward."""
-    return x_T if (first, end) == (0, len(x_T)) else x_T[first:end]
+    return x_T if (first, end) == (0, x_T.shape[0]) else x_T[first:end]
 
 
 def pad_rows(y_T: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
     """Append the layout's padding rows, as zeros."""
     if not layout.num_padding:
         return y_T
-    return F.pad(y_T, (0, 0) * (y_T.dim() - 1) + (0, layout.num_padding))
+    return torch.constant_pad_nd(y_T, (0, 0) * (y_T.dim() - 1) + (0, layout.num_padding))
 
 
 def join(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:

@@ -58,6 +58,8 @@ class _Again(torch.autograd.Function):
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         wanted = [tensor for tensor, need in zip(tensors, needed) if need]
         known = [pair for pair in zip(outputs, gradients, strict=True) if pair[1] is not None]
+        if not known:
+            return (None,) * (2 + len(needed))
         outputs, gradients = zip(*known)
         found = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
         return (None, None, *(next(found) if need else None for need in needed))

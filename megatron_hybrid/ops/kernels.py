@@ -21,7 +21,7 @@ from megatron_hybrid.ops.dispatch import Backend, planning
 from megatron_hybrid.ops.gradients import are_wanted
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates
-from megatron_hybrid.ops.to_device import all_to_device
+from megatron_hybrid.ops.to_device import all_to_device, to_device
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton runs its kernels on the CPU, as tests do; read at import, as Triton does."""
@@ -67,7 +67,7 @@ def kernel_backend(
         return getattr(load(), "REMARKS", ())
 
     libraries = {"triton": "triton", **(libraries or {})}
-    absent = [what for library, what in libraries.items() if not _is_there(library)]
+    absent = [what for library, what in libraries.items() if not is_there(library)]
     missing = f"{absent[0]} is not installed" if absent else None
     device_type = None if INTERPRETED else "cuda"
     return Backend(name, run, verify, missing, device_type, again=again, remarks=remarks)
@@ -80,7 +80,8 @@ def _on_device_of(inputs: tuple) -> AbstractContextManager:
     return torch.cuda.device(next(x.device for x in inputs if isinstance(x, torch.Tensor)))
 
 
-def _is_there(library: str) -> bool:
+def is_there(library: str) -> bool:
+    """Return whether a module can be imported, without importing it."""
     try:
         return importlib.util.find_spec(library) is not None
     except ModuleNotFoundError:  # of a package around it
@@ -127,6 +128,16 @@ class SequenceTable:
             return cls(*all_to_device(numbers, device))
 
         return layout.cached(("sequence table", device), make)
+
+
+def library_bounds(layout: RaggedLayout, device: torch.device) -> dict[str, Tensor]:
+    """Where sequences begin and end, as functions of fla-core take it: on the device, and on the
+    host, so that they do not wait for it."""
+    bounds = layout.cu_seqlens
+    return {
+        "cu_seqlens": layout.cached(("bounds", device), lambda: to_device(bounds, device)),
+        "cu_seqlens_cpu": layout.cached(("bounds", "cpu"), lambda: torch.tensor(bounds)),
+    }
 
 
 def leave_unspecialized(kernel: Any, *names: str) -> None:

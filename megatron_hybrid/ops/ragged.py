@@ -12,10 +12,15 @@ import torch
 
 from megatron_hybrid.ops.to_device import to_device
 
-# Batches of linear layers are padded to a multiple of this many rows: a CPU's kernels for one row
-# round otherwise than those for several (in bf16; in fp32 where MKL_CBWR is not set, see
-# `megatron_hybrid/__init__.py`).
 ROW_ALIGNMENT = 8
+"""Rows that batches of linear layers are padded to a multiple of: kernels for one row round
+otherwise than those for several."""
+
+
+def row_alignment(device: torch.device, splits_rows: bool = False) -> int:
+    """Rows that batches on a device are padded to a multiple of. A CPU's products (`ops.linear`)
+    take two as they are, and any number. splits_rows: whether ranks have equal shares of them."""
+    return 2 if device.type == "cpu" and not splits_rows else ROW_ALIGNMENT
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from megatron_hybrid.ops.checks import join, rows_between
+from megatron_hybrid.ops.gradients import with_gradient
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates
 
@@ -51,7 +51,17 @@ def ragged_scan(
         states = [states_R.pool_S[slot] for slot in states_R.slot_ids_R.tolist()]
         return _token_by_token(step, inputs_T, states, layout, states_R.captured_n), None, None
     if first > num_steps == layout.num_sequences:
-        return _TokenByToken.apply(step, scan, layout, plan, states_R, *inputs_T)
+
+        def steps(states_R: torch.Tensor, *inputs_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            final_R = states_R.clone()
+            captured_n = states_R.new_empty(len(layout.captures), *states_R.shape[1:])
+            output = _token_by_token(step, inputs_T, list(final_R), layout, captured_n)
+            return output, final_R, captured_n
+
+        def again(states_R: torch.Tensor, *inputs_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return ragged_scan(step, scan, inputs_T, states_R, layout, plan, layout.num_steps)
+
+        return with_gradient(steps, again, (states_R, *inputs_T))
     outputs, finals, captured = [], [], []
     calculated_R = states_R.to(inputs_T[0].dtype)
     counts = [count for count in layout.captures if count <= first]
@@ -104,29 +114,6 @@ def _token_by_token(
         if end in captured:
             captured[end].copy_(state)
     return join(outputs)
-
-
-class _TokenByToken(torch.autograd.Function):
-    """The values of the steps with the gradient of the scan, which runs in the backward alone."""
-
-    @staticmethod
-    def forward(ctx, step, scan, layout, plan, states_R, *inputs_T):
-        ctx.run = lambda states_R, *own: ragged_scan(
-            step, scan, own, states_R, layout, plan, layout.num_steps
-        )
-        ctx.save_for_backward(states_R, *inputs_T)
-        final_R = states_R.clone()
-        captured_n = states_R.new_empty(len(layout.captures), *states_R.shape[1:])
-        output = _token_by_token(step, inputs_T, list(final_R), layout, captured_n)
-        return output, final_R, captured_n
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads):
-        with torch.enable_grad():
-            inputs = [t.detach().requires_grad_() for t in ctx.saved_tensors]
-            found = torch.autograd.grad(ctx.run(*inputs), inputs, grads, allow_unused=True)
-        return None, None, None, None, *found
 
 
 def decay_matrix(cum_L: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -240,7 +240,13 @@ class Trainer:
         with quiet_core():
             self.chunk = DistributedDataParallel(config, ddp_config, self.model)
         self._count = torch.zeros((), dtype=torch.float64, device=device)
-        config.finalize_model_grads_func = partial(_finalize_gradients, self._count)
+        is_whole = recipe.data.kind != "sft" and type(self.loss) in (
+            CrossEntropy,
+            DpoLoss,
+            GrpoLoss,
+        )
+        unit = 1 if is_whole else 1024
+        config.finalize_model_grads_func = partial(_finalize_gradients, self._count, unit)
         config.no_sync_func = self.chunk.no_sync
         self.optimizer = build_optimizer([self.chunk], recipe.optimizer)
         if recipe.optimizer.name == "muon" and dist.get_rank() == 0:
@@ -612,14 +618,19 @@ def _is_due(every: int, step: int) -> bool:
 
 
 def _finalize_gradients(
-    count: Tensor, chunks: Sequence[DistributedDataParallel], _: Tensor, **options: Any
+    count: Tensor,
+    unit: int,
+    chunks: Sequence[DistributedDataParallel],
+    _: Tensor,
+    **options: Any,
 ) -> None:
     """Sum gradients over ranks and divide by what the loss counted on all, after the backward
-    passes of a step. count: on this rank, in place of core's, which is an integer."""
-    # Core takes a count below 1 for 1; weights are at least 0.001, and powers of two are exact.
-    finalize_model_grads(list(chunks), count * 1024, **options)
+    passes of a step. count: on this rank, in place of core's, which is an integer; core takes one
+    below 1 for 1. unit: 1, or a power of two where it sums weights, which are at least 0.001."""
+    finalize_model_grads(list(chunks), count * unit, **options)
     for chunk in chunks:  # after core, whose reductions may be under way until then
-        chunk.scale_gradients(1024)
+        if unit > 1:
+            chunk.scale_gradients(unit)
         chunk.module.sum_shared_gradients()
 
 

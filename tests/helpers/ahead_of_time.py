@@ -95,6 +95,7 @@ NARROW = {
     "moe_ffn_hidden_size": 32,
     "moe_shared_expert_intermediate_size": 32,
     "moe_latent_size": 32,
+    "num_residual_streams": None,
 }
 """Fields on which no kernel of ours depends, where a model has them; but a gated short convolution
 has `hidden_size` channels."""
@@ -267,8 +268,9 @@ def cut_config(name: str, dtype: str) -> HybridConfig:
 
 
 def _answer(config: HybridConfig) -> None:
-    """Run a random model's engine: prefills and decodes, with states captured."""
+    """Run a random model's engine, prefills and decodes, with states captured; then train it."""
     import numpy as np
+    import torch
     from unwritten_outputs import any_token
 
     from megatron_hybrid import (
@@ -280,7 +282,8 @@ def _answer(config: HybridConfig) -> None:
     )
 
     sizes = InferenceConfig(max_requests=4, max_tokens=2048, max_sequence_length=2048)
-    engine = DynamicInferenceEngine(build_hybrid_model(config).eval(), None, sizes)
+    model = build_hybrid_model(config)
+    engine = DynamicInferenceEngine(model.eval(), None, sizes)
     params = SamplingParams(top_k=1, num_tokens_to_generate=3, ignore_termination=True)
     rng = np.random.default_rng(0)
     for lengths in PROMPTS:
@@ -288,6 +291,8 @@ def _answer(config: HybridConfig) -> None:
         with any_token():  # else logits that are no numbers end an answer before it decodes
             engine.generate(prompts, params, RequestOptions(cache_breakpoints=[CAPTURED]))
     engine.close()
+    tokens = torch.ones(1, 2 * config.mamba1_chunk_size, dtype=torch.long)
+    model.train()(tokens, labels=tokens).mean().backward()
 
 
 def _norm_rows(config: HybridConfig) -> None:

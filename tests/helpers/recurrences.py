@@ -82,14 +82,14 @@ SELECTIVE_SCAN = RecurrentOp(
 )
 
 
-def delta_rule_of(name: str, heads: int, key_heads: int, *decays: int) -> RecurrentOp:
-    """With so many heads of v, and of q and k, and decays of a head."""
+def delta_rule_of(name: str, heads: int, key_heads: int, by_channel: bool) -> RecurrentOp:
+    """With so many heads of v, and of q and k; a decay for each head, or its channels."""
     return RecurrentOp(
         name,
         (heads, N, P),
         lambda T, g: (
             *(randn(g, T, key_heads, N), randn(g, T, key_heads, N), randn(g, T, heads, P)),
-            *(-3 * rand(g, T, heads, *decays), rand(g, T, heads)),
+            *(-3 * rand(g, T, heads, *[N] * by_channel), rand(g, T, heads)),
         ),
         lambda g: (),
         lambda i, p, states, layout, chunk: delta_rule(*i, states, layout, chunk),
@@ -99,11 +99,11 @@ def delta_rule_of(name: str, heads: int, key_heads: int, *decays: int) -> Recurr
 
 
 def gated_delta_rule_of(heads: int, key_heads: int) -> RecurrentOp:
-    return delta_rule_of("gated_delta_rule", heads, key_heads)
+    return delta_rule_of("gated_delta_rule", heads, key_heads, False)
 
 
 def kimi_delta_attention_of(heads: int) -> RecurrentOp:
-    return delta_rule_of("kimi_delta_attention", heads, heads, N)
+    return delta_rule_of("kimi_delta_attention", heads, heads, True)
 
 
 GATED_DELTA_RULE = gated_delta_rule_of(H, H_QK)

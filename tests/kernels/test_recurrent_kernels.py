@@ -1,8 +1,10 @@
 """Kernels of the recurrent ops against their references: outputs, final states, captures."""
 
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import pytest
+import recurrences
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,6 +54,15 @@ KERNELS = [
     Kernels("triton", CONV),
     Kernels("triton", LINEAR_CONV),
 ]
+PUBLISHED = {
+    "ssd_scan": [dict(H=2, G=1, P=P, N=N) for P, N in ((64, 64), (64, 128), (64, 256), (128, 256))],
+    "selective_scan": [dict(CHANNELS=70, N=16), dict(CHANNELS=1030, N=1)],
+    "gated_delta_rule": [dict(N=128, P=128), dict(N=96, P=192)],
+    "kimi_delta_attention": [dict(N=128, P=128)],
+    "causal_conv1d": [dict(CHANNELS=70), dict(CHANNELS=70, WIDTH=3)],
+}
+"""Sizes of published models; of channels, that of a program and more."""
+TRAINED = [[(one, sizes) for sizes in PUBLISHED[one.op.name]] for one in KERNELS]
 each = pytest.mark.parametrize("kernels", KERNELS, ids=lambda k: f"{k.op.name} {k.backend}")
 
 
@@ -127,3 +138,30 @@ def test_tokens_have_the_bits_of_calls_of_their_own(monkeypatch, kernels, dtype)
     layout = RaggedLayout((1, 3, 9), (5, 17, 40), (2, 3, 7), 3, num_decodes=2)
     for chunk_size in (1, kernels.chunk_sizes[0]):
         assert_bits_of_calls_of_their_own(kernels.op, layout, dtype, chunk_size)
+
+
+@pytest.mark.usefixtures("loops_over_tensors")
+@pytest.mark.parametrize(
+    ("kernels", "sizes"), matrix_rows(chain(*TRAINED), *(rows[0] for rows in TRAINED))
+)
+def test_gradients_are_those_of_the_loop_in_float64(kernels, sizes, monkeypatch):
+    for name, size in sizes.items():
+        monkeypatch.setattr(recurrences, name, size)
+    layout, generator, op = RaggedLayout((1, 67, 1, 20), (0,) * 4, (), 3), seeded(0), kernels.op
+    state = torch.zeros(recurrences.CHANNELS, recurrences.WIDTH - 1)
+    if op.name != "causal_conv1d":
+        state = torch.zeros(())
+    flat, parameters = op.inputs(layout.num_rows, generator), op.parameters(generator)
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        own = [[t.to(dtype).requires_grad_() for t in each] for each in (flat, parameters)]
+        if dtype == torch.float64:
+            parts = zip(*(t[: layout.num_tokens].split(layout.lengths) for t in own[0]))
+            y = torch.cat([op.naive(part, own[1], state.double())[0] for part in parts])
+            weights = torch.randn(y.shape, generator=generator)
+        else:
+            monkeypatch.setattr(dispatch, "forced", kernels.backend)
+            y = on_slots(op, *own, None, layout, kernels.chunk_sizes[-1])[: layout.num_tokens]
+        results.append([y, *torch.autograd.grad((y * weights).sum(), [*own[0], *own[1]])])
+    for found, right in zip(*reversed(results), strict=True):
+        assert_near(found, right, kernels.bound)

@@ -91,6 +91,12 @@ def _numbers(file: Path) -> Iterator[tuple[str, int]]:
         yield name, int(number)
 
 
+def has_room(num_bytes: int, device: torch.device) -> bool:
+    """Return whether optional copies take at most `CPU_FRACTION` of this process's share."""
+    num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return num_bytes <= available_bytes(device) // num_sharing * CPU_FRACTION
+
+
 @dataclass(frozen=True)
 class Part:
     """Memory that an engine asks for."""

@@ -11,7 +11,7 @@ import torch
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.distributed.ranks import Ranks
 from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.memory.budget import Part, pool_pages, step_bytes
+from megatron_hybrid.inference.memory.budget import Part, has_room, pool_pages, step_bytes
 from megatron_hybrid.inference.memory.cache_pool import (
     CachePool,
     agree_on_spec,
@@ -30,6 +30,8 @@ from megatron_hybrid.inference.worker.mtp_drafter import cached_layers, require_
 from megatron_hybrid.models.flops import token_flops
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.offload.offload import check_capacities
+from megatron_hybrid.ops.linear import can_reorder
+from megatron_hybrid.ops.ragged import row_alignment
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,8 @@ class Allocated:
     kv_dtype: torch.dtype
     graph_sizes: dict[int, list[int]] | None
     """Numbers of decodes that have a CUDA graph; None: there are no graphs."""
+    has_copies: bool
+    """Whether there is room for copies of weights (`reordered_weight`)."""
 
 
 def allocate(model: HybridModel, config: InferenceConfig, ranks: Ranks) -> Allocated:
@@ -74,6 +78,7 @@ def allocate(model: HybridModel, config: InferenceConfig, ranks: Ranks) -> Alloc
     # One for rows of no request: they fill up a graph, or have ended in the step before.
     num_slots = config.max_requests + (has_graphs or config.async_scheduling)
     graphed = graph_sizes(*sizes[:2], drafts)
+    alignment = row_alignment(device, splits_rows=model.config.sequence_parallel)
 
     def new_context(num_pages: int) -> DynamicInferenceContext:
         memory = CachePool(
@@ -88,8 +93,8 @@ def allocate(model: HybridModel, config: InferenceConfig, ranks: Ranks) -> Alloc
             hidden_dtype=parameter.dtype,
         )
         before_part = len(model_layers) if uses_part else None
-        has_adapters = config.max_adapters > 0
-        return DynamicInferenceContext(memory, *sizes, captures, drafts, before_part, has_adapters)
+        more = before_part, config.max_adapters > 0, alignment
+        return DynamicInferenceContext(memory, *sizes, captures, drafts, *more)
 
     on_host, on_device = input_bytes(input_fields(spec, *sizes, captures, drafts), device)
     lengths = "max_sequence_length or max_requests"
@@ -102,6 +107,10 @@ def allocate(model: HybridModel, config: InferenceConfig, ranks: Ranks) -> Alloc
     if has_graphs:
         asked = planned_bytes(model, spec, graphed, sizes[2])
         beside.append(Part(asked, "CUDA graphs", "max_requests, or turn cuda_graphs off"))
+    # At most: an embedding that is not the output layer, too, is not multiplied.
+    copies = sum(p.nbytes for p in model.parameters() if p.dim() == 2 and can_reorder(p))
+    if has_copies := not has_graphs and copies > 0 and has_room(copies, device):
+        beside.append(Part(copies, "weights in the layout of products", "cache_bytes"))
     step = 0
     if config.cache_bytes is None and device.type == "cuda":
         least = replace(config, cache_bytes=2 * spec.page_bytes)
@@ -126,7 +135,7 @@ def allocate(model: HybridModel, config: InferenceConfig, ranks: Ranks) -> Alloc
             spec.tokens_in(num_pages - 1),
             spec.states_in(num_pages - 1),
         )
-    return Allocated(context, config, dtype, graphed if has_graphs else None)
+    return Allocated(context, config, dtype, graphed if has_graphs else None, has_copies)
 
 
 def _agreed_spec(

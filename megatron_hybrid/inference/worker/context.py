@@ -83,6 +83,7 @@ class DynamicInferenceContext:
         max_drafts: of a request in a step.
         num_model_layers: those in front of the MTP head, whose layers the
             memory has, too; None: it has none.
+        row_alignment: the rows of a step are a multiple of it; it divides `ROW_ALIGNMENT`.
 
     Sequences of a step are in the order of its works. The tokens of decodes have the bits of steps
     of their own, also those of drafts (`RaggedLayout.num_decodes`).
@@ -103,11 +104,12 @@ class DynamicInferenceContext:
         max_drafts: int = 0,
         num_model_layers: int | None = None,
         has_adapters: bool = False,
+        row_alignment: int = ROW_ALIGNMENT,
     ):
         self.memory = memory
         self.adapter_slots: Tensor | None = None
         """The slot of each row's adapter, int64 [T], below 0 for none; None: no row has one."""
-        self._has_adapters = has_adapters
+        self._has_adapters, self._row_alignment = has_adapters, row_alignment
         self.prediction = (
             None if num_model_layers is None else PredictionContext(self, num_model_layers)
         )
@@ -256,7 +258,7 @@ class DynamicInferenceContext:
                 num_decodes = number
             begin += len(work.tokens)
         lengths, starts = [len(work.tokens) for work in works], [work.start for work in works]
-        padding = -begin % ROW_ALIGNMENT
+        padding = -begin % self._row_alignment
         return RaggedLayout(lengths, starts, captures, padding, num_decodes=num_decodes)
 
     def _input(self, name: str, length: int) -> np.ndarray:

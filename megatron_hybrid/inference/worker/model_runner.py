@@ -65,6 +65,7 @@ class ModelRunner:
         ranks: those of the model.
         graphs: replays steps of decodes; None: all of them are launched.
         adapters: of the engine; None: there are none.
+        has_copies: see `Allocated`.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class ModelRunner:
         ranks: Ranks,
         graphs: GraphRunner | None = None,
         adapters: AdapterBank | None = None,
+        has_copies: bool = False,
     ):
         self.model, self._adapters = model, adapters
         self.context, self.memory = context, context.memory
@@ -85,6 +87,7 @@ class ModelRunner:
         self.ranks = ranks
         self.graphs = graphs
         self._derived: dict = {}  # see `keep_derived`
+        self._has_copies = has_copies
         self._stages = model.pg_collection.pp
         self._has_stages = self._stages.size() > 1
         self._is_last_stage = model.post_process
@@ -104,19 +107,20 @@ class ModelRunner:
             work_out_again(self._derived)
             return
         self.drop_graphs()
-        self._derived.clear()
         if not self.memory.is_released:
             self.capture_graphs()
 
     def drop_graphs(self) -> None:
+        """Drop the graphs, and what follows from weights, which they read."""
         if self.graphs is not None:
             self.graphs.drop()
+        self._derived.clear()
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
         """Context of a forward pass."""
         adapters = nullcontext() if self._adapters is None else self._adapters.of_rows(self.context)
-        with keep_derived(self._derived), adapters:
+        with keep_derived(self._derived, self._has_copies), adapters:
             yield
 
     @torch.inference_mode()

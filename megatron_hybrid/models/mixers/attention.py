@@ -185,7 +185,7 @@ class AttentionMixer(Mixer):
             self.heads_per_group * width for width in (self.head_dim, self.gate_dim)
         )
         gates = [outputs] if config.attention_output_gate else []
-        q, *parts = mixed.unflatten(-1, (self.num_groups, -1)).split(
+        q, *parts = mixed.view(*mixed.shape[:-1], self.num_groups, -1).split(
             [queries, *gates, *widths[: config.num_kv_projections]], -1
         )
         gate = parts.pop(0) if gates else None

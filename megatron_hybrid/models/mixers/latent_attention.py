@@ -29,6 +29,7 @@ from megatron_hybrid.models.packed_weight import unpacked
 from megatron_hybrid.models.recompute import is_selected, recompute_if
 from megatron_hybrid.models.sharding.collectives import gather_rows
 from megatron_hybrid.ops import AttentionPattern, activate
+from megatron_hybrid.ops.linear import full_rows
 
 
 class LatentAttentionMixer(Mixer):
@@ -173,12 +174,13 @@ class LatentAttentionMixer(Mixer):
         """See `LatentHeads`."""
         q_nope, q_rope = q_THD.split(self.head_dims, -1)
         keys, _ = self._up_weights()
-        return torch.cat((torch.einsum("thn,hnr->thr", q_nope, keys), q_rope), -1)
+        q_latent = torch.einsum("thn,hnr->thr", full_rows(q_nope), keys)[: len(q_nope)]
+        return torch.cat((q_latent, q_rope), -1)
 
     def values(self, o_THr: Tensor) -> Tensor:
         """See `LatentHeads`."""
         _, values = self._up_weights()
-        return torch.einsum("thr,hpr->thp", o_THr, values)
+        return torch.einsum("thr,hpr->thp", full_rows(o_THr), values)[: len(o_THr)]
 
     def _up_weights(self) -> tuple[Tensor, Tensor]:
         """W_uk [H, n, r] and W_uv [H, P, r]."""

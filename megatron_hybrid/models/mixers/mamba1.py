@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor, nn
 
@@ -21,6 +20,7 @@ from megatron_hybrid.models.mixers.time_step import initial_dt_bias, typical_dec
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, shard, sharded_parameter
 from megatron_hybrid.ops import selective_scan, time_steps
 from megatron_hybrid.ops.checks import join
+from megatron_hybrid.ops.linear import linear
 
 
 class Mamba1Mixer(RecurrentMixer):
@@ -160,8 +160,8 @@ class Mamba1Mixer(RecurrentMixer):
             for x, x_weight, dt_weight, bias in zip(
                 x_TC.chunk(heads, -1), *(weight.chunk(heads) for weight in weights)
             ):
-                dt, B_TN, C_TN = F.linear(x, x_weight).split(self.split_sizes, -1)
-                found.append((F.linear(dt, dt_weight), bias, B_TN, C_TN))
+                dt, B_TN, C_TN = linear(x, x_weight).split(self.split_sizes, -1)
+                found.append((linear(dt, dt_weight), bias, B_TN, C_TN))
             return found
         parts, _ = self.x_proj(x_TC)
         dt, B_TN, C_TN = parts.split(self.split_sizes, -1)

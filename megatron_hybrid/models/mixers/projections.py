@@ -9,6 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
 from torch import Tensor, nn
@@ -24,8 +25,8 @@ from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_par
 
 
 class LocalColumnLinear(ColumnParallelLinear):
-    """core's; one plain product if no gradient is needed and a single rank has the weight, since
-    core's autograd functions alone take longer than a small product on the CPU."""
+    """core's; on a CPU `linear`, in training, too, so that a row has the same bits in both. On CUDA
+    one plain product if no gradient is needed and a single rank has the weight."""
 
     def forward(
         self,
@@ -35,11 +36,13 @@ class LocalColumnLinear(ColumnParallelLinear):
     ) -> tuple[Tensor, Tensor | None]:
         """See core: `[..., in] -> ([..., out], bias or None)`."""
         weight = self.weight if weight is None else weight
-        if self.sequence_parallel and not _core_splits_rows(input_):
-            input_ = gather_rows(input_, self.tp_group)
-        elif torch.is_grad_enabled() or self.output_size_per_partition != self.output_size:
+        if _core_multiplies(input_) or self.gather_output or runtime_gather_output:
             return super().forward(input_, unpacked(weight), runtime_gather_output)
-        output = linear(input_, weight)
+        if self.sequence_parallel:
+            input_ = gather_rows(input_, self.tp_group)
+        elif self.allreduce_dgrad:
+            input_ = copy_to_tensor_model_parallel_region(input_, self.tp_group)
+        output = linear(input_, weight, self)
         if self.bias is None or self.skip_bias_add:
             return output, self.bias
         return output + self.bias, None
@@ -50,23 +53,21 @@ class LocalRowLinear(RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """See core: `[..., in] -> ([..., out], bias or None)`."""
-        if self.sequence_parallel and not _core_splits_rows(input_):
-            output = sum_and_split_rows(linear(input_, self.weight), self.tp_group)
-        elif isinstance(self.weight, PackedWeight):
-            output = linear(input_, self.weight)
-            output = reduce_from_tensor_model_parallel_region(output, self.tp_group)
-        elif torch.is_grad_enabled() or self.input_size_per_partition != self.input_size:
+        if _core_multiplies(input_) and not isinstance(self.weight, PackedWeight):
             return super().forward(input_)
-        else:
-            output = linear(input_, self.weight)
+        output = linear(input_, self.weight, self)
+        if self.sequence_parallel:
+            output = sum_and_split_rows(output, self.tp_group)
+        elif self.input_size_per_partition != self.input_size:
+            output = reduce_from_tensor_model_parallel_region(output, self.tp_group)
         if self.bias is None or self.skip_bias_add:
             return output, self.bias
         return output + self.bias, None
 
 
-def _core_splits_rows(x: Tensor) -> bool:
-    """Return whether core's linear layers gather and scatter the rows of sequence parallelism: on
-    CUDA, and in buffers that inference and training cannot share."""
+def _core_multiplies(x: Tensor) -> bool:
+    """Return whether core's linear layers compute: in training on CUDA. In buffers that inference
+    and training cannot share they then gather and scatter the rows of sequence parallelism."""
     return x.is_cuda and torch.is_grad_enabled()
 
 
@@ -184,4 +185,4 @@ class ReplicatedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., input_size] -> [..., output_size]."""
-        return linear(x, self.weight)
+        return linear(x, self.weight, self)

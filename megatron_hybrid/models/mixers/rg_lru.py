@@ -12,6 +12,7 @@ from megatron_hybrid.models.mixers.recurrent import RecurrentMixer
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, sharded_parameter
 from megatron_hybrid.ops import activate, selective_scan
 from megatron_hybrid.ops.activations import sigmoid, softplus
+from megatron_hybrid.ops.linear import full_rows
 
 _DECAYS = (0.9, 0.999)
 """Range of the decays of initial weights, where the gate is open."""
@@ -95,6 +96,6 @@ class RGLRUMixer(RecurrentMixer):
         """The gate "input" or "recurrent": sigmoids of each block's projection, fp32 [T, C]."""
         weight_CB, bias_C = (self._parameters[f"{name}_gate_{part}"] for part in ("weight", "bias"))
         weight_HBB = weight_CB.unflatten(0, (self.num_blocks, -1))
-        x_HTB = x_TC.unflatten(1, (self.num_blocks, -1)).transpose(0, 1)
-        gate_TC = (x_HTB @ weight_HBB).transpose(0, 1).flatten(1) + bias_C
+        x_HTB = full_rows(x_TC).unflatten(1, (self.num_blocks, -1)).transpose(0, 1)
+        gate_TC = (x_HTB @ weight_HBB).transpose(0, 1).flatten(1)[: len(x_TC)] + bias_C
         return sigmoid(gate_TC.float())

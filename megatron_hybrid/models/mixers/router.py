@@ -4,7 +4,6 @@ TopKRouter (whose class keeps its tensors on CUDA)."""
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import (
     apply_router_token_dropping,
@@ -18,6 +17,7 @@ from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import replicated_weight
 from megatron_hybrid.ops.activations import sigmoid
 from megatron_hybrid.ops.checks import compute_dtype
+from megatron_hybrid.ops.linear import linear
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -75,7 +75,7 @@ class Router(nn.Module):
             hidden_Th = hidden_Th * torch.empty_like(hidden_Th).uniform_(1 - eps, 1 + eps)
         dtype = _DTYPES.get(self.config.moe_router_dtype, hidden_Th.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
-        logits_TE = F.linear(hidden_Th.to(dtype), self.weight.to(dtype), bias)
+        logits_TE = linear(hidden_Th.to(dtype), self.weight.to(dtype), bias)
         if self.training:
             weights_nE, chosen_nE = self._choose_in_training(logits_TE[:num_tokens], context)
         else:

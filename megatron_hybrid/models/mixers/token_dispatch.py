@@ -17,7 +17,6 @@ from megatron_hybrid.models.sharding.parallel_setup import ExpertGroups
 from megatron_hybrid.ops import ExpertPairs
 from megatron_hybrid.ops.checks import rows_between
 from megatron_hybrid.ops.dispatch import numbers_of
-from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
 
 
 class LocalDispatcher:
@@ -29,7 +28,7 @@ class LocalDispatcher:
         alignment: see `ExpertPairs`.
     """
 
-    def __init__(self, config: HybridConfig, experts: range, alignment: int = ROW_ALIGNMENT):
+    def __init__(self, config: HybridConfig, experts: range, alignment: int | None = None):
         self._config = config
         self._experts = experts
         self._alignment = alignment

@@ -180,14 +180,8 @@ def run_paged(
     return out_THP
 
 
-def verify(
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKP: Tensor,
-    layout: RaggedLayout,
-    pattern: AttentionPattern,
-    *_: Any,
-) -> str | None:
+def verify(q_THD: Tensor, k_TKD: Tensor, v_TKP: Tensor, *others: Any) -> str | None:
+    pattern = others[1]
     if any(map(has_tangent, (q_THD, k_TKD, v_TKP))):
         return "it has no derivative in forward mode, and one is wanted"
     if not q_THD.dtype == k_TKD.dtype == v_TKP.dtype:

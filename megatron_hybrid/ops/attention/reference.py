@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -9,6 +12,7 @@ from megatron_hybrid.ops.activations import sigmoid
 from megatron_hybrid.ops.attention.pattern import AttentionPattern
 from megatron_hybrid.ops.checks import compute_dtype, join, pad_rows, rows_between, without_autocast
 from megatron_hybrid.ops.ragged import RaggedLayout
+from megatron_hybrid.ops.to_device import to_device
 
 QUERY_TILE = 128
 """Positions whose queries share one mask and one run of keys, zeros where a sequence has none: a
@@ -19,6 +23,10 @@ with is_causal."""
 SCORE_TILE = 32
 """The same for written-out scores, as those of a tile are in memory for all heads at once, and for
 short windows, of which a decode would read several otherwise."""
+
+QUERY_ROWS = 4
+"""Rows of queries that products are given a multiple of: fewer round otherwise, on some CPUs, also
+as the rest of many that torch's kernel takes in blocks."""
 
 GATHER_BYTES = 8 << 20
 """Bytes of keys and values that one group of decodes gathers at a time: many decodes over one long
@@ -191,10 +199,16 @@ def _softmax_average(
 
     `visible` and `sinks` have any shape that broadcasts against the scores `[b, H, s, t]`.
     """
-    if q_bHsD.shape[2] == 1:  # products of one row round otherwise than those of several
-        q_bHsD = q_bHsD.repeat(1, 1, 2, 1)
+    if missing := -q_bHsD.shape[2] % QUERY_ROWS:
+        if q_bHsD.shape[2] == 1:
+            q_bHsD = q_bHsD.expand(-1, -1, QUERY_ROWS, -1)
+        else:  # the first ones again, by one copy
+            q_bHsD, visible_st, sinks_H11 = (
+                x if x is None or x.shape[-2] == 1 else torch.cat((x, x[..., :missing, :]), -2)
+                for x in (q_bHsD, visible_st, sinks_H11)
+            )
         o_bHsP = _softmax_average(q_bHsD, k_bKtD, v_bKtP, visible_st, pattern, sinks_H11)
-        return o_bHsP[:, :, :1]
+        return o_bHsP[:, :, :-missing]
     if _is_fused(pattern, sinks_H11, k_bKtD, v_bKtP):
         if q_bHsD.is_cuda:
             q_bHsD, k_bKtD, v_bKtP = map(aligned, (q_bHsD, k_bKtD, v_bKtP))
@@ -256,39 +270,44 @@ def _decode(
 ) -> torch.Tensor:
     """The tokens of the leading decodes, a group of them at a time."""
     B, K = pages[0].shape[1:3]
-    block_bytes = sum(page[0].numel() * page.element_size() for page in pages)
+    block_bytes = sum(math.prod(page.shape[1:]) * page.element_size() for page in pages)
     max_blocks = max(1, GATHER_BYTES // block_bytes)
-    key = ("decode groups", B, pattern, max_blocks, q_THD.device)
+    is_fused = _is_fused(pattern, sinks_H, *pages)
+    dtype = q_THD.dtype if is_fused else compute_dtype(q_THD)
+    # torch would make a mask of numbers out of one of bools in each layer.
+    mask_dtype = dtype if is_fused and q_THD.is_cpu else torch.bool
+    key = ("decode groups", B, pattern, max_blocks, q_THD.device, mask_dtype)
     if layout.starts is None:
         tile = _tile_size(pattern, sinks_H, *pages)
         groups, inverse = layout.cached(
             (*key, tile),
-            lambda: _decode_groups(layout, B, pattern, tile, max_blocks, q_THD.device),
+            lambda: _decode_groups(layout, B, pattern, tile, max_blocks, q_THD.device, mask_dtype),
         )
     else:
         groups = layout.derived(key, lambda: _fixed_groups(layout, B, pattern, max_blocks))
         inverse = None
-    dtype = q_THD.dtype if _is_fused(pattern, sinks_H, *pages) else compute_dtype(q_THD)
     sinks_KG1 = None if sinks_H is None else sinks_H.view(K, -1, 1)
     outs = []
-    for rows, sequences, columns, keys, visible_rt, edges in groups:
+    for rows, sequences, columns, keys, visible_r11t, edges in groups:
         q_rHD = q_THD if rows is None else q_THD[rows]
         table_rM = block_table_RM if sequences is None else block_table_RM[sequences]
         blocks = table_rM.gather(1, columns).flatten()
         k, v = (
-            page.index_select(0, blocks).to(dtype).view(len(columns), -1, *page.shape[2:])[:, keys]
+            page.index_select(0, blocks).to(dtype).view(columns.shape[0], -1, *page.shape[2:])
             for page in pages
         )
+        if keys is not None:
+            k, v = k[:, keys], v[:, keys]
         for edge, hidden_re11 in edges:
             # Unwritten memory may hold NaN, and 0 * NaN would reach the output.
             k[:, edge].masked_fill_(hidden_re11, 0.0)
             v[:, edge].masked_fill_(hidden_re11, 0.0)
         # The query heads of a key/value head as its query rows: keys are read once for all.
         o = _softmax_average(
-            q_rHD.to(dtype).unflatten(1, (K, -1)),
+            q_rHD.to(dtype).view(columns.shape[0], K, -1, q_rHD.shape[2]),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            visible_rt[:, None, None],
+            visible_r11t,
             pattern,
             sinks_KG1,
         )
@@ -304,13 +323,15 @@ def _decode_groups(
     tile: int,
     max_blocks: int,
     device: torch.device,
+    mask_dtype: torch.dtype,
 ) -> tuple[list[tuple], torch.Tensor | None]:
     """Decodes with as many keys side by side, at most `max_blocks` blocks in a group.
 
     Returns, for each group, its rows and their sequences, each `[r]` or None for all, the block
-    table columns to read `[r, m]`, the slice of their m * B keys that the tiles have, which of
-    these t are visible `[r, t]`, and the slices of t that hold all hidden ones, each with those
-    `[r, e, 1, 1]`; and the place of each row after all groups, None for one group of all rows.
+    table columns to read `[r, m]`, the slice of their m * B keys that the tiles have (None: all),
+    which of these t are visible `[r, 1, 1, t]` (bool, or numbers to add to scores), and the slices
+    of t that hold all hidden ones, each with those `[r, e, 1, 1]`; and the place of each row after
+    all groups, None for one group of all rows.
     """
     starts, lengths = layout.start_positions, layout.lengths[: layout.num_steps]
     positions = [start + i for start, length in zip(starts, lengths) for i in range(length)]
@@ -327,30 +348,33 @@ def _decode_groups(
             own = [positions[r] for r in group]
             lows = [_keys_of(position, tile, pattern)[0] for position in own]
             firsts = [max(0, pattern.first_visible(position)) for position in own]
-            low, first, position = (
-                torch.tensor(numbers, device=device).unsqueeze(1) for numbers in (lows, firsts, own)
-            )
+            # By numpy, whose small arrays take less time than torch's.
+            low, first, position = (np.array(numbers)[:, None] for numbers in (lows, firsts, own))
             # Columns that hold hidden keys alone repeat those next to them.
-            columns = low // B + torch.arange(num_blocks, device=device)
-            columns = columns.maximum(first // B).minimum(position // B)
-            numbers = low + torch.arange(size, device=device)
-            visible = (numbers <= position) & (numbers >= first)
+            columns = (low // B + np.arange(num_blocks)).clip(first // B, position // B)
+            numbers = low + np.arange(size)
+            visible = ((numbers <= position) & (numbers >= first))[:, None, None]
             least, most = (
                 pick(x - start for x, start in zip(ends, lows, strict=True))
                 for pick, ends in ((max, firsts), (min, own))
             )
             edges = [slice(0, least), slice(most + 1, size)]
-            hidden = [(e, ~visible[:, e, None, None]) for e in edges if e.start < e.stop]
-            keys = slice(skipped, skipped + size)
-            rows = torch.tensor(group, device=device)
-            sequences = torch.tensor([owners[r] for r in group], device=device)
-            groups.append((rows, sequences, columns, keys, visible, hidden))
+            edges = [edge for edge in edges if edge.start < edge.stop]
+            hides = [~visible[:, 0, 0, edge, None, None] for edge in edges]
+            hidden = [(e, to_device(x, device, torch.bool)) for e, x in zip(edges, hides)]
+            keys = None if num_blocks * B == size else slice(skipped, skipped + size)
+            if mask_dtype != torch.bool:
+                visible = np.where(visible, np.float32(0), np.float32(-np.inf))
+            visible = to_device(visible, device, mask_dtype)
+            columns = to_device(columns, device)
+            sequences = to_device([owners[r] for r in group], device)
+            groups.append((to_device(group, device), sequences, columns, keys, visible, hidden))
             order += group
     if len(groups) == 1:
         sequences = None if len(owners) == len(lengths) else groups[0][1]
         return [(None, sequences, *groups[0][2:])], None
     inverse = sorted(range(len(order)), key=order.__getitem__)
-    return groups, torch.tensor(inverse, device=device)
+    return groups, to_device(inverse, device)
 
 
 def _fixed_groups(
@@ -376,8 +400,8 @@ def _fixed_groups(
             slice(begin, begin + step),
             owners[begin : begin + step],
             columns[begin : begin + step],
-            slice(0, size * B),
-            visible[begin : begin + step],
+            None,
+            visible[begin : begin + step, None, None],
             [(slice(0, size * B), hidden[begin : begin + step])],
         )
         for begin in range(0, layout.num_tokens, step)

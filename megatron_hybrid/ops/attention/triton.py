@@ -296,15 +296,8 @@ def configuration(D: int, P: int, num_bytes: int, few: bool) -> dict[str, int]:
     }
 
 
-def verify(
-    q_THD: Tensor,
-    k_pages_nBKD: Tensor,
-    v_pages_nBKP: Tensor,
-    block_table_RM: Tensor,
-    layout: RaggedLayout,
-    pattern: AttentionPattern,
-    *_: Any,
-) -> str | None:
+def verify(q_THD: Tensor, k_pages_nBKD: Tensor, v_pages_nBKP: Tensor, *others: Any) -> str | None:
+    pattern = others[2]
     if pattern.dropout:
         return "it has no dropout"
     if pattern.scale <= 0:

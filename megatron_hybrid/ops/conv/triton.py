@@ -3,6 +3,7 @@ both where each sequence has a row."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.ops.kernels import SequenceTable
-from megatron_hybrid.ops.launch import Kernel
+from megatron_hybrid.ops.checks import pad_rows, rows_between
+from megatron_hybrid.ops.kernels import SequenceTable, is_there, library_bounds
+from megatron_hybrid.ops.launch import Kernel, checked
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates
 
@@ -234,3 +236,19 @@ def run(
             num_warps=4,
         )
     return y_TC
+
+
+def again(*_: Any) -> Callable[..., Tensor] | None:
+    """What has fla-core's gradient; None where it is missing."""
+    return _differentiable if is_there("fla.modules") else None
+
+
+def _differentiable(*given: Any) -> Tensor:
+    from fla.modules.causal_conv1d import causal_conv1d
+
+    x_TC, weight_CK, bias_C, _, layout, activation = given
+    x_1TC = rows_between(x_TC, 0, layout.num_tokens)[None]
+    bounds = library_bounds(layout, x_TC.device)
+    convolve = checked(causal_conv1d, x=2)
+    y_1TC, _ = convolve(x_1TC, weight_CK, bias_C, activation=activation, **bounds)
+    return pad_rows(y_1TC[0], layout)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from fla.ops.common.chunk_o import chunk_fwd_o
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
@@ -25,12 +24,11 @@ from megatron_hybrid.ops.anchored_chunks import AnchoredChunks
 from megatron_hybrid.ops.checks import pad_rows, rows_between
 from megatron_hybrid.ops.delta_rule.triton import MAX_KEY_BYTES, recur, run_steps, unit_rows
 from megatron_hybrid.ops.hopper import compiles_wrongly
-from megatron_hybrid.ops.kernels import aligned_rows, tf32_refusal
+from megatron_hybrid.ops.kernels import aligned_rows, library_bounds, tf32_refusal
 from megatron_hybrid.ops.launch import checked
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates
 from megatron_hybrid.ops.steps import Steps
-from megatron_hybrid.ops.to_device import to_device
 
 REMARKS = []
 """See `kernel_backend`."""
@@ -46,16 +44,8 @@ _gated_outputs = checked(chunk_fwd_o)
 _kimi_outputs = checked(chunk_gla_fwd_o_gk)
 
 
-def verify(
-    q_THN: Tensor,
-    k_THN: Tensor,
-    v_THP: Tensor,
-    g_TH: Tensor,
-    beta_TH: Tensor,
-    states: SlotStates | None,
-    layout: RaggedLayout,
-    chunk_size: int = 64,
-) -> str | None:
+def verify(*inputs: Any) -> str | None:
+    q_THN, k_THN, v_THP, g_TH, _, states, _, chunk_size = inputs
     if (refusal := tf32_refusal(v_THP)) is not None:
         return refusal
     if not q_THN.dtype == k_THN.dtype == v_THP.dtype:
@@ -110,13 +100,9 @@ def _differentiable(*given: Any) -> Tensor:
     """The op by fla-core alone, whose chunks begin with each sequence."""
     *tensors, _, layout, _ = given
     inputs = [rows_between(t, 0, layout.num_tokens)[None] for t in tensors]
-    bounds, device = layout.cu_seqlens, inputs[0].device
-    sequences = {
-        "cu_seqlens": layout.cached(("bounds", device), lambda: to_device(bounds, device)),
-        "cu_seqlens_cpu": layout.cached(("bounds", "cpu"), lambda: torch.tensor(bounds)),
-    }
     op = chunk_gated_delta_rule if inputs[3].dim() == 3 else chunk_kda
-    o_1THP, _ = op(*inputs, use_qk_l2norm_in_kernel=True, **sequences)
+    bounds = library_bounds(layout, inputs[0].device)
+    o_1THP, _ = op(*inputs, use_qk_l2norm_in_kernel=True, **bounds)
     return pad_rows(o_1THP[0], layout)
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.ops.checks import compute_dtype
-from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
+from megatron_hybrid.ops.ragged import row_alignment
 
 
 class ExpertPairs:
@@ -25,7 +25,7 @@ class ExpertPairs:
         num_chosen: k.
         experts: range of the experts to take; None: all. Pairs with others are left out.
         may_lack: whether tokens may have fewer than k experts.
-        alignment: of the first row of each expert, a power of 2.
+        alignment: of the first row of each expert, a power of 2; None: `row_alignment`.
     """
 
     def __init__(
@@ -34,9 +34,10 @@ class ExpertPairs:
         num_chosen: int,
         experts: range | None = None,
         may_lack: bool = False,
-        alignment: int = ROW_ALIGNMENT,
+        alignment: int | None = None,
     ):
         (n, num_all), device = chosen_nE.shape, chosen_nE.device
+        alignment = alignment or row_alignment(device)
         self._experts = experts or range(num_all)
         self._may_lack = may_lack or len(self._experts) < num_all
         own_nE = chosen_nE[:, self._experts.start : self._experts.stop]

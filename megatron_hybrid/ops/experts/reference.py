@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 
 from megatron_hybrid.ops.dispatch import numbers_of
+from megatron_hybrid.ops.linear import linear
 
 PerExpert = torch.Tensor | Sequence[torch.Tensor]
 """A tensor with a leading dimension of experts, or one tensor an expert, which may be made when it
@@ -40,7 +40,7 @@ def expert_mlps(
     Returns:
         `[m, h]`. Differentiable. Rows of no expert, and their gradients, may hold anything. The
         bits of the others do not depend on other rows, if all ends are multiples of
-        `ROW_ALIGNMENT`.
+        `row_alignment`.
     """
     evenly = [len(x_mh) * (e + 1) // len(ends_E) for e in range(len(ends_E))]
     spans = list(pairwise([0, *numbers_of(ends_E, evenly)]))
@@ -76,7 +76,7 @@ def _mlp(
     activate: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """One expert, [m, h] -> [m, h]."""
-    return F.linear(activated(activate, F.linear(x_mh, *fc1), fc2[0]), *fc2)
+    return linear(activated(activate, linear(x_mh, *fc1), fc2[0]), *fc2)
 
 
 def activated(

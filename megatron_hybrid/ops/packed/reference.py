@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_hybrid.ops.linear import linear
 from megatron_hybrid.ops.packed.formats import format_of
 
 FEW_ROWS = 128
@@ -61,10 +62,10 @@ def packed_linear(
     """
     parts = codes, scale, outer, zero, rest
     if ends_E is None:
-        return F.linear(x, unpack(*parts, x.dtype))
+        return linear(x, unpack(*parts, x.dtype))
     ends = [0, *ends_E.tolist()]
     products = [
-        F.linear(x[first:end], unpack(*(None if p is None else p[e] for p in parts), x.dtype))
+        linear(x[first:end], unpack(*(None if p is None else p[e] for p in parts), x.dtype))
         for e, (first, end) in enumerate(pairwise(ends))
     ]
     return F.pad(torch.cat(products), (0, 0, 0, len(x) - ends[-1]))

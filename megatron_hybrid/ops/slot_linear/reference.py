@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
+from megatron_hybrid.ops.linear import linear
 
 
 def slot_linear(x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
@@ -24,7 +23,5 @@ def slot_linear(x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
     for slot in slots.unique().tolist():
         if slot >= 0:
             rows = torch.nonzero(slots == slot)[:, 0]
-            # A product of so many rows gives each the bits that it has among any others.
-            own = F.pad(x.index_select(0, rows), (0, 0, 0, -len(rows) % ROW_ALIGNMENT))
-            y.index_copy_(0, rows, F.linear(own, weights[slot])[: len(rows)])
+            y.index_copy_(0, rows, linear(x.index_select(0, rows), weights[slot]))
     return y

@@ -26,17 +26,18 @@ from torch import Tensor
 from megatron_hybrid.ops.anchored_chunks import AnchoredChunks
 from megatron_hybrid.ops.checks import pad_rows, rows_between
 from megatron_hybrid.ops.hopper import compiles_wrongly, leave_racing_configs_out
-from megatron_hybrid.ops.kernels import aligned_rows, leave_unspecialized, tf32_refusal
+from megatron_hybrid.ops.kernels import (
+    aligned_rows,
+    is_there,
+    leave_unspecialized,
+    library_bounds,
+    tf32_refusal,
+)
 from megatron_hybrid.ops.launch import checked
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates
 from megatron_hybrid.ops.ssd.triton import run_steps
 from megatron_hybrid.ops.steps import Steps
-
-try:
-    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-except ImportError:
-    mamba_chunk_scan_combined = None
 
 REMARKS = [
     remark
@@ -66,17 +67,8 @@ _scores = checked(_bmm_chunk_fwd, a=3, b=3)
 _outputs = checked(_chunk_scan_fwd, x=3, C=3, out=3, D=1)
 
 
-def verify(
-    x_THP: Tensor,
-    dt_TH: Tensor,
-    A_H: Tensor,
-    B_TGN: Tensor,
-    C_TGN: Tensor,
-    D_H: Tensor,
-    states: SlotStates | None,
-    layout: RaggedLayout,
-    chunk_size: int = 64,
-) -> str | None:
+def verify(x_THP: Tensor, *others: Any) -> str | None:
+    _, _, B_TGN, C_TGN, _, states, *_, chunk_size = others
     if (refusal := tf32_refusal(x_THP, B_TGN, C_TGN)) is not None:
         return refusal
     if states is not None and states.pool_S.stride(-1) != 1:
@@ -116,18 +108,21 @@ def run(
 
 
 def again(*inputs: Any) -> Callable[..., Tensor] | None:
-    """What has mamba-ssm's gradient; None where it is missing, or compiled wrongly."""
-    return None if mamba_chunk_scan_combined is None or compiles_wrongly() else _differentiable
+    """What has fla-core's gradient; None where it is missing, or compiled wrongly."""
+    return _differentiable if is_there("fla.ops") and not compiles_wrongly() else None
 
 
 def _differentiable(*given: Any) -> Tensor:
-    """The op by mamba-ssm alone."""
-    x, dt, A_H, B, C, D_H, _, layout, chunk_size = given
+    """The op by fla-core's linear attention, which has a B and a C for each head."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    x, dt, A_H, B, C, D_H, _, layout, _ = given
     x, dt, B, C = (rows_between(t, 0, layout.num_tokens)[None] for t in (x, dt, B, C))
-    owners_1T = layout.sequence_ids(x.device).int()[None]
-    form = {"D": D_H.float(), "seq_idx": owners_1T}
-    size = chunk_size if chunk_size > 1 else 64
-    y_1THP = mamba_chunk_scan_combined(x, dt, A_H.float(), B, C, size, **form)
+    B, C = (t.repeat_interleave(x.shape[2] // t.shape[2], 2) for t in (B, C))
+    added, bounds = (dt.unsqueeze(-1) * x).to(x.dtype), library_bounds(layout, x.device)
+    decays, attend = dt.float() * A_H.float(), checked(chunk_simple_gla)
+    y_1THP, _ = attend(C, B, added, decays, scale=1.0, **bounds)
+    y_1THP = (y_1THP + D_H.float()[:, None] * x).to(x.dtype)
     return pad_rows(y_1THP[0], layout)
 
 

@@ -25,7 +25,7 @@ def expected_inputs(plan: StepPlan, block: int) -> dict[str, list]:
     works = plan.work
     columns = sum(table.shape[1] for table in works[0].tables)
     rows = [(work, position) for work in works for position in range(work.start, work.end)]
-    padding = [0] * (-len(rows) % 8)
+    padding = [0] * (-len(rows) % 2)
     pages: list[list[int]] = [[] for _ in range(columns)]
     for work, position in rows:
         full, *local = (table[position // block] for table in work.tables)

@@ -1,6 +1,7 @@
 """The work of a token against torch's own count of a forward pass."""
 
 import math
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ from small_models import small_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_hybrid import ops
 from megatron_hybrid.models.flops import attention_parity, token_flops, training_flops
 from megatron_hybrid.ops.attention import reference
 from megatron_hybrid.training.lora import LoraFields, add_adapters
@@ -22,7 +24,9 @@ def flops(model, num_tokens, num_pairs):
 
 
 def set_tiles(monkeypatch, size):
-    """Let attention compute all pairs of so many tokens, no more and no fewer."""
+    """Let attention compute all pairs of so many tokens, no more and no fewer, and torch multiply:
+    its counter does not know oneDNN's products."""
+    monkeypatch.setattr(sys.modules[ops.linear.__module__], "_DTYPES", ())
     for name in ("QUERY_TILE", "SCORE_TILE"):
         monkeypatch.setattr(reference, name, size)
 

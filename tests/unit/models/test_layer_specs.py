@@ -91,7 +91,7 @@ def test_every_layer_kind_is_one_model_under_both_specs(
     save_checkpoint(local, tmp_path / "local")
     load_checkpoint(fused, tmp_path / "local")
     tokens = random_tokens(2, 20)
-    torch.testing.assert_close(fused(tokens), local(tokens))
+    torch.testing.assert_close(fused(tokens), local(tokens), rtol=1e-4, atol=1e-4)
     save_checkpoint(fused, tmp_path / "fused")
     saved = full_state_dict(fused)
     assert saved.keys() == given.keys()

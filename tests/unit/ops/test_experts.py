@@ -124,7 +124,7 @@ def test_rows_of_each_expert_are_aligned_and_their_number_is_that_of_any_choice(
     lengths = set()
     for seed in range(20):
         hidden, _, chosen, _ = draw(seed=seed)
-        pairs = ExpertPairs(chosen, CHOSEN)
+        pairs = ExpertPairs(chosen, CHOSEN, alignment=ROW_ALIGNMENT)
         assert not (pairs.ends_E % ROW_ALIGNMENT).any()
         assert pairs.ends_E.dtype == torch.int32
         lengths.add(len(pairs.tokens(hidden)))

@@ -13,7 +13,7 @@ import megatron_hybrid
 from megatron_hybrid.ops.launch import Kernel, checked
 
 PACKAGE = Path(megatron_hybrid.__file__).parent
-LIBRARIES = ("fla", "megatron.core.ssm")
+LIBRARIES = ("fla.", "megatron.core.ssm")
 """Packages with other projects' kernels."""
 
 

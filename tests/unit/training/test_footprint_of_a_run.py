@@ -15,7 +15,7 @@ from small_recipes import SIZES, small_recipe, write_small_text
 from megatron_hybrid.cli import main
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.models.saved_bytes import count_saved_bytes, planned_model
-from megatron_hybrid.ops import expert_mlps
+from megatron_hybrid.ops import dispatch, expert_mlps
 from megatron_hybrid.training import trainer as trainer_module
 from megatron_hybrid.training.footprint import footprint
 from megatron_hybrid.training.recipe import RECIPES
@@ -121,13 +121,14 @@ def test_a_run_that_does_not_fit_is_refused_with_its_table(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["nemotron_h_8b", "qwen3_next_80b_a3b", "jamba_mini"])
-def test_shipped_recipes_fit_the_gpus_that_they_name(name, capsys):
+def test_shipped_recipes_fit_the_gpus_that_they_name(name, capsys, monkeypatch):
+    monkeypatch.setattr(dispatch, "forced", "reference")  # of plain torch, which needs most
     named = re.search(r"# (\d+) GPUs(?: of (\d+) GB)?", (RECIPES / f"{name}.yaml").read_text())
     memory = named[2] or "80"
     options = ["plan", "--train", name, "--memory", memory, "--device", "h100"]
     assert main([*options, "--num-gpus", named[1], "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
-    assert values["total"] < int(memory) * 10**9 and values["freed"] > 0
+    assert values["total"] + values["freed"] > int(memory) * 10**9 > values["total"]
     assert 10**5 < values["tokens_per_second"] < 10**7
     assert main([*options, "--num-gpus", "3"]) != 0
     assert "needs a multiple of" in capsys.readouterr().err

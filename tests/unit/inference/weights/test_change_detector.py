@@ -12,8 +12,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.parametrize import register_parametrization
 
+from megatron_hybrid.inference.memory import budget
 from megatron_hybrid.inference.weights import cache_folders, change_detector
 from megatron_hybrid.offload.disk_store import CacheFolderError
+from megatron_hybrid.ops.linear import can_reorder
 from megatron_hybrid.training.lora import (
     LoraFields,
     adapters_of,
@@ -268,6 +270,23 @@ def test_what_follows_from_weights_is_worked_out_once_until_they_change():
     )
     assert given.token_ids == expected.token_ids
     assert given.log_probs == expected.log_probs
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_weights_are_kept_in_another_layout_where_there_is_room(fraction, monkeypatch):
+    monkeypatch.setattr(budget, "CPU_FRACTION", fraction)
+    model, params = fresh_model("M*-E"), greedy(6, return_log_probs=True)
+    engine = tiny_engine(model)
+    for _ in range(2):
+        found = engine.generate([PROMPT[:20]], params)[0]
+        kept = {name for _, name in engine.runner._derived}
+        assert ("reordered" in kept) == (fraction > 0 and can_reorder(model.output_layer.weight))
+        logits = copy_of(model)(torch.tensor([PROMPT[:20] + found.token_ids]))[0, 19:]
+        right = [float(row[t]) for row, t in zip(logits.log_softmax(-1), found.token_ids)]
+        assert found.log_probs == pytest.approx(right, abs=1e-5)
+        write_in_place(model)
+    engine.suspend()
+    assert not engine.runner._derived
 
 
 def test_prompt_log_probs_are_all_of_the_new_weights():

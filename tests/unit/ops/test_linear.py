@@ -1,0 +1,61 @@
+"""Products on a CPU: bits of rows, the layout that an engine keeps, and gradients."""
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_hybrid import ops
+from megatron_hybrid.ops.linear import reordered
+
+ROWS = 80
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+def given(inputs, outputs, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (ROWS, inputs), (outputs, inputs), (outputs,)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_onednn", [True, False])
+@torch.inference_mode()
+def test_a_row_has_the_same_bits_among_any_number(dtype, has_onednn, monkeypatch):
+    if not has_onednn:
+        monkeypatch.setattr(sys.modules[ops.linear.__module__], "_DTYPES", ())
+    for inputs, outputs in ((64, 48), (100, 7), (1536, 40)):
+        x, weight, bias = given(inputs, outputs, dtype)
+        expected = ops.linear(x, weight, bias)
+        bound = 1e-2 if dtype == torch.bfloat16 else 1e-5
+        right = x.double() @ weight.double().T + bias.double()
+        torch.testing.assert_close(expected.double(), right, rtol=bound, atol=inputs * bound / 4)
+        other = reordered(weight)
+        for number in (1, 2, 3, 4, 5, 7, 8, 9, 33):
+            for start in (0, ROWS - number):
+                rows = slice(start, start + number)
+                for own in (weight, other):
+                    assert torch.equal(ops.linear(x[rows], own, bias), expected[rows])
+        assert torch.equal(ops.linear(x.view(8, 10, -1), weight, bias).flatten(0, 1), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("number", [1, 5, ROWS])
+def test_gradients_are_those_of_torch(dtype, number):
+    x, *rest = given(48, 20, dtype)
+    inputs = [each.requires_grad_() for each in (x[:number].clone(), *rest)]
+    seed = torch.randn(number, 20).to(dtype)
+    found, expected = (
+        torch.autograd.grad(product(*inputs), inputs, seed) for product in (ops.linear, F.linear)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_what_is_frozen_keeps_no_input():
+    x, weight, _ = given(48, 20)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: None):
+        ops.linear(x.requires_grad_(), weight)
+    assert [each is None or each.data_ptr() for each in kept] == [weight.data_ptr()]
