@@ -13,7 +13,7 @@ from megatron_hybrid.inference.scheduling.step_plan import StepPlan
 
 PATTERNS = [2 * symbol for symbol in "*WL+MSGKCAUHZEBP-"] + ["MG*-W-"]
 ONE = {"mamba_chunk_size": 1, "linear_chunk_size": 1}
-REQUESTS, TOKENS = 8, 24
+REQUESTS, TOKENS, LEAST_ROWS = 8, 24, 10_000
 PROMPTS = (20, 300)
 """Shortest and longest, in tokens."""
 
@@ -55,13 +55,14 @@ def random_model(pattern: str, dtype: torch.dtype, **fields) -> HybridModel:
 
 
 def row_of(what: str, model: HybridModel) -> Row:
-    shares = zip(COLUMNS, equal_shares(model))
-    return Row(what, ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares))
+    rng, counts = np.random.default_rng(0), np.zeros((len(COLUMNS), 2), int)
+    while counts[:, 1].sum() < LEAST_ROWS:
+        counts += equal_rows(model, REQUESTS, rng)
+    return Row(what, ", ".join(f"{name} {a} of {b}" for name, (a, b) in zip(COLUMNS, counts)))
 
 
-def equal_shares(model: HybridModel, requests: int = REQUESTS) -> list[float]:
-    """The shares of the rows of logits that a trainer's forward has to the bit, by `COLUMNS`."""
-    rng = np.random.default_rng(0)
+def equal_rows(model: HybridModel, requests: int, rng: np.random.Generator) -> list[list[int]]:
+    """[rows of logits that a trainer's forward has to the bit, all of them], by `COLUMNS`."""
     lengths = rng.integers(*PROMPTS, requests, endpoint=True).tolist()
     prompts = [rng.integers(0, model.vocab_size, length).tolist() for length in lengths]
     plain = engine_of(model, prefix_caching="off")
@@ -75,17 +76,16 @@ def equal_shares(model: HybridModel, requests: int = REQUESTS) -> list[float]:
         [row for prompt in prompts[:3] for row in logits_of(plain, [prompt], TOKENS)],
         logits_of(resumed, longer, TOKENS // 2),
     )
-    return [equal_share(model, rows) for rows in runs]
+    return [[sum(equal), len(equal)] for equal in (are_equal(model, rows) for rows in runs)]
 
 
 @torch.inference_mode()
-def equal_share(model: HybridModel, sequences: Rows) -> float:
-    """The share of rows that the model's own forward over each sequence has to the bit."""
+def are_equal(model: HybridModel, sequences: Rows) -> list[bool]:
     equal = []
     for tokens, rows in sequences:
         logits_TV = model(torch.tensor([tokens]))[0]
         equal += [torch.equal(logits_V, logits_TV[place]) for place, logits_V in rows.items()]
-    return sum(equal) / len(equal)
+    return equal
 
 
 def logits_of(

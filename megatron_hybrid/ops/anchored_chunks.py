@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,14 +29,16 @@ class AnchoredChunks:
     """int32 `[R + 1]`: the first chunk of each sequence, and S."""
     last_chunks_R: Tensor
     """int64 `[R]`: the last chunk of each sequence."""
-    capture_chunks_n: Tensor
-    """int32 `[n]`: the chunk of each capture."""
-    capture_lengths_n: Tensor
-    """int32 `[n]`: rows of it that are in the capture."""
     places_S: Tensor
     """int32 `[S]`: numbers of the chunks that have captures, from 0; -1 for the others."""
-    num_places: int
-    """Chunks that have captures."""
+    place_chunks: Tensor
+    """int64: those chunks."""
+    place_sequences: Tensor
+    """int64: their sequences, where they are the first chunk; else -1."""
+    capture_places_n: Tensor
+    """int64 `[n]`: the number of the chunk of each capture."""
+    capture_rows_n2: Tensor
+    """int32 `[n, 2]`: first row of it, and the row after the capture."""
 
     @classmethod
     def of(cls, layout: RaggedLayout, chunk_size: int, device: torch.device) -> AnchoredChunks:
@@ -58,7 +61,7 @@ class AnchoredChunks:
                 owners.append(r)
             lasts.append(len(owners) - 1)
             row += length
-        chunks, lengths = [], []
+        chunks, rows = [], []
         for count, owner in zip(layout.captures, layout.capture_sequences, strict=True):
             if owner < first_seq:
                 continue
@@ -67,16 +70,18 @@ class AnchoredChunks:
             start = layout.start_positions[owner]
             chunk += (start % chunk_size + count - row - 1) // chunk_size
             chunks.append(chunk)
-            lengths.append(count - bounds[chunk])
+            rows.append((bounds[chunk], count))
         places = {chunk: place for place, chunk in enumerate(dict.fromkeys(chunks))}
+        first_chunks = {chunk: r for r, (chunk, _) in enumerate(firsts)}
         return cls(
             to_device(bounds, device, torch.int32),
             to_device(owners, device, torch.int32),
             to_device([(chunk, 0) for chunk in range(len(owners))], device, torch.int32),
             to_device([chunk for chunk, _ in firsts] + [len(owners)], device, torch.int32),
             to_device(lasts, device),
-            to_device(chunks, device, torch.int32),
-            to_device(lengths, device, torch.int32),
             to_device([places.get(chunk, -1) for chunk in range(len(owners))], device, torch.int32),
-            len(places),
+            to_device(list(places), device),
+            to_device([first_chunks.get(chunk, -1) for chunk in places], device),
+            to_device([places[chunk] for chunk in chunks], device),
+            to_device(np.reshape(rows, (-1, 2)), device, torch.int32),
         )

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,27 +23,15 @@ def row_alignment(device: torch.device, splits_rows: bool = False) -> int:
     return 2 if device.type == "cpu" and not splits_rows else ROW_ALIGNMENT
 
 
-class Pass(NamedTuple):
-    """The sequences of one depth of a layout, and where they are in its tensors."""
-
-    layout: RaggedLayout
-    rows_T: torch.Tensor
-    """int64: flat rows."""
-    sequences_R: torch.Tensor
-    """int64."""
-    captures_n: torch.Tensor
-    """int64."""
-
-
 @dataclass(frozen=True)
 class RaggedLayout:
     """Lengths, positions and captures of the sequences of one call.
 
     Row t of a flat tensor `[T, ...]` is a token; sequence r owns rows
     `cu_seqlens[r] .. cu_seqlens[r + 1]`; `num_padding` trailing rows belong to no sequence.
-    A batch is laid out with its decodes (length 1) first: the leading sequences of length 1 take
-    one vectorised recurrent step, all others the chunked scan. Any other order is correct, but
-    slower. The layout is immutable; it caches index tensors per device.
+    A batch is laid out with its decodes first: the leading sequences of length 1, and those of
+    `num_decodes`, take recurrent steps, all others the chunked scan. Any other order is correct,
+    but slower. The layout is immutable; it caches index tensors per device.
 
     Raises:
         ValueError: a value is out of its range; the message names it.
@@ -60,15 +48,14 @@ class RaggedLayout:
     """Trailing rows of the flat tensors that belong to no sequence; outputs are zero there."""
     starts: torch.Tensor | None = field(default=None, compare=False, repr=False)
     """int32 `[R]`: start positions that only the device knows, in steps that are recorded once and
-    replayed at other positions. `start_positions` are then the largest that they may be, each
-    sequence has one token, and `depths` count up to one number again and again."""
-    depths: tuple[int, ...] = ()
-    """How many sequences before each one continue the same state, in this call and token by token
-    (drafts of a decode): it has one token, and starts where the one before it ends, whose depth is
-    less by one. Empty: all are 0. An op on live slots takes a depth after the other."""
+    replayed at other positions. `start_positions` are then the largest that they may be, and all
+    sequences have as many tokens and are decodes."""
+    num_decodes: int = 0
+    """Leading sequences whose tokens have the bits of calls of one token each: decodes with drafts.
+    Of others with more than one token, a recurrent layer may take chunks."""
 
     def __post_init__(self) -> None:
-        for name in ("lengths", "start_positions", "captures", "depths"):
+        for name in ("lengths", "start_positions", "captures"):
             object.__setattr__(self, name, tuple(int(value) for value in getattr(self, name)))
         if not self.lengths:
             raise ValueError("a RaggedLayout needs at least one sequence, lengths is empty")
@@ -82,12 +69,11 @@ class RaggedLayout:
                 f"lengths holds {min(self.lengths)}; each sequence of a call needs at least 1 "
                 "token, leave out the ones that have none"
             )
-        for r, depth in enumerate(self.depths):
-            if depth and (self.lengths[r] > 1 or depth != self.depths[r - 1] + 1):
-                raise ValueError(
-                    f"sequence {r} of depth {depth} has {self.lengths[r]} tokens, after one of "
-                    f"depth {self.depths[r - 1]}: it needs one token and one depth more"
-                )
+        if not 0 <= self.num_decodes <= len(self.lengths):
+            raise ValueError(
+                f"num_decodes is {self.num_decodes}, of {len(self.lengths)} sequences: give how "
+                "many of the first ones are decodes"
+            )
         for before, count in pairwise((0, *self.captures)):
             if count <= before or count > self.num_tokens:
                 raise ValueError(
@@ -132,9 +118,21 @@ class RaggedLayout:
         return max(self.end_positions)
 
     @functools.cached_property
-    def num_steps(self) -> int:
-        """Leading sequences of length 1: they take the vectorised recurrent step."""
+    def num_singles(self) -> int:
+        """Leading sequences of length 1."""
         return next((r for r, n in enumerate(self.lengths) if n > 1), len(self.lengths))
+
+    @functools.cached_property
+    def num_steps(self) -> int:
+        """Leading sequences that take recurrent steps: `num_decodes`, and those of length 1 that
+        follow."""
+        rest = range(self.num_decodes, len(self.lengths))
+        return next((r for r in rest if self.lengths[r] > 1), len(self.lengths))
+
+    @property
+    def num_step_tokens(self) -> int:
+        """Tokens of these."""
+        return self.cu_seqlens[self.num_steps]
 
     @functools.cached_property
     def capture_sequences(self) -> tuple[int, ...]:
@@ -145,31 +143,6 @@ class RaggedLayout:
                 r += 1
             owners.append(r)
         return tuple(owners)
-
-    @property
-    def num_depths(self) -> int:
-        """Number of different `depths`, at least 1."""
-        return 1 + max(self.depths, default=0)
-
-    def passes(self, device: torch.device | str) -> list[Pass]:
-        """The sequences of each depth as a call of its own, in their order."""
-        return self.cached(
-            ("passes", torch.device(device)),
-            lambda: [self._pass(depth, device) for depth in range(self.num_depths)],
-        )
-
-    def _pass(self, depth: int, device: torch.device | str) -> Pass:
-        sequences = [r for r, own in enumerate(self.depths) if own == depth]
-        rows = [t for r in sequences for t in range(self.cu_seqlens[r], self.cu_seqlens[r + 1])]
-        captures = [i for i, r in enumerate(self.capture_sequences) if self.depths[r] == depth]
-        places = {row: place for place, row in enumerate(rows, start=1)} if captures else {}
-        layout = RaggedLayout(
-            tuple(self.lengths[r] for r in sequences),
-            tuple(self.start_positions[r] for r in sequences),
-            tuple(places[self.captures[i] - 1] for i in captures),
-            starts=None if self.starts is None else self.starts[depth :: self.num_depths],
-        )
-        return Pass(layout, *(to_device(each, device) for each in (rows, sequences, captures)))
 
     def cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """`make()`, cached under `key`, so that index tensors are built once and not per layer.
@@ -207,6 +180,13 @@ class RaggedLayout:
                 device,
             ),
         )
+
+    def live_positions(self) -> torch.Tensor:
+        """Absolute position of each token of a layout whose `starts` the device knows, int32."""
+        if self.num_tokens == self.num_sequences:
+            return self.starts
+        steps = torch.arange(self.lengths[0], dtype=torch.int32, device=self.starts.device)
+        return (self.starts.unsqueeze(1) + steps).flatten()
 
     def sequence_ids(self, device: torch.device | str) -> torch.Tensor:
         """The sequence of each token, int64 `[num_tokens]` (padding rows have none)."""

@@ -25,30 +25,32 @@ def ragged_scan(
     states_R: torch.Tensor | SlotStates,
     layout: RaggedLayout,
     plan: Callable[[], Any],
-    by_token: bool = False,
+    num_steps: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Run the leading single tokens by `step` and all other sequences by `scan`.
+    """Run the first sequences by `step` and all others by `scan`.
 
     Args:
-        step: `(*inputs of the steps, states) -> (outputs, states after them)`; or
-            `(*inputs, list of R states) -> outputs`, and changes the states, one after the other.
+        step: `(*inputs of a token of each sequence, states) -> (outputs, states after them)`; or
+            `(*inputs of tokens, [(state before, state after) of each]) -> outputs`, and writes the
+            states after them, one after the other, in the dtype of `states_R`.
         scan: `(*inputs of the rest, states, plan()) -> (outputs, final, captured states)`.
         inputs_T: flat tensors; padding rows are not read.
-        states_R: initial states, one per sequence; or where they are, to be changed by `step`.
+        states_R: initial states, one per sequence, of any dtype; or where they are, to be changed
+            by `step`.
         layout: lengths, positions and captures.
         plan: makes the last argument of `scan` from the layout; called only if `scan` is.
-        by_token: take all tokens by `step`, on a list of states: a token then has the same bits in
-            every cut and batch. Gradients are those of `scan`.
+        num_steps: sequences that `step` takes: those that `layout` says, or all, whose tokens have
+            the same bits in every cut and batch then. Of all gradients are those of `scan`.
 
     Returns:
         Outputs of the tokens (no padding rows), final states `[R, ...]`, captures `[n, ...]`; in
         place of these two None where the states were changed in place.
     """
-    num_steps, num_tokens = layout.num_steps, layout.num_tokens
+    num_tokens, first = layout.num_tokens, layout.cu_seqlens[num_steps]
     if isinstance(states_R, SlotStates):
         states = [states_R.pool_S[slot] for slot in states_R.slot_ids_R.tolist()]
         return _token_by_token(step, inputs_T, states, layout, states_R.captured_n), None, None
-    if by_token:
+    if first > num_steps == layout.num_sequences:
 
         def steps(states_R: torch.Tensor, *inputs_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
             final_R = states_R.clone()
@@ -57,19 +59,26 @@ def ragged_scan(
             return output, final_R, captured_n
 
         def again(states_R: torch.Tensor, *inputs_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return ragged_scan(step, scan, inputs_T, states_R, layout, plan)
+            return ragged_scan(step, scan, inputs_T, states_R, layout, plan, layout.num_steps)
 
         return with_gradient(steps, again, (states_R, *inputs_T))
     outputs, finals, captured = [], [], []
-    if num_steps:
-        output, final = step(*(t[:num_steps] for t in inputs_T), states_R[:num_steps])
+    calculated_R = states_R.to(inputs_T[0].dtype)
+    counts = [count for count in layout.captures if count <= first]
+    if first > num_steps:
+        final = states_R[:num_steps].clone()
+        captured.append(states_R.new_empty(len(counts), *states_R.shape[1:]))
+        outputs.append(_token_by_token(step, inputs_T, list(final), layout, captured[0]))
+        finals.append(final)
+    elif num_steps:
+        output, final = step(*(t[:num_steps] for t in inputs_T), calculated_R[:num_steps])
         outputs.append(output)
         finals.append(final)
         # A sequence of one token that is captured is captured at its end.
-        captured += [final[count - 1 : count] for count in layout.captures if count <= num_steps]
+        captured += [final[count - 1 : count] for count in counts]
     if num_steps < layout.num_sequences:
-        rest = (rows_between(t, num_steps, num_tokens) for t in inputs_T)
-        output, final, captured_scan = scan(*rest, states_R[num_steps:], plan())
+        rest = (rows_between(t, first, num_tokens) for t in inputs_T)
+        output, final, captured_scan = scan(*rest, calculated_R[num_steps:], plan())
         outputs.append(output)
         finals.append(final)
         captured.append(captured_scan)
@@ -85,15 +94,25 @@ def _token_by_token(
     layout: RaggedLayout,
     captured_n: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Outputs of all tokens. Changes the states, and writes those at the captures."""
-    states_T = [s for s, length in zip(states, layout.lengths, strict=True) for _ in range(length)]
-    places = {count: place for place, count in enumerate(layout.captures)}
-    ends = {*range(ROWS, layout.num_tokens, ROWS), layout.num_tokens, *places}
-    outputs = []
-    for first, end in pairwise((0, *sorted(ends))):
-        outputs.append(step(*(rows_between(t, first, end) for t in inputs_T), states_T[first:end]))
-        if end in places:
-            captured_n[places[end]] = states_T[end - 1]
+    """Outputs of all tokens of the first sequences, whose states it changes. Those at captures are
+    written where they are kept, and read from there by the next token."""
+    captured = {}
+    if captured_n is not None:
+        captured = dict(zip(layout.captures, captured_n.unbind()))
+    moves = list(zip(states, states)) if layout.num_singles >= len(states) else []
+    if not moves:  # of each token: the state before, the state after
+        for state, (first, end) in zip(states, pairwise(layout.cu_seqlens)):
+            inner = [captured.get(count, state) for count in range(first + 1, end)]
+            moves += zip((state, *inner), (*inner, state))
+    outputs = [
+        step(
+            *(rows_between(t, i, min(i + ROWS, len(moves))) for t in inputs_T), moves[i : i + ROWS]
+        )
+        for i in range(0, len(moves), ROWS)
+    ]
+    for end, state in zip(layout.cu_seqlens[1:], states if captured else ()):
+        if end in captured:
+            captured[end].copy_(state)
     return join(outputs)
 
 

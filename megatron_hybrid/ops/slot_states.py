@@ -12,7 +12,6 @@ import torch
 from megatron_hybrid.ops.checks import compute_dtype
 from megatron_hybrid.ops.dispatch import Op
 from megatron_hybrid.ops.ragged import RaggedLayout
-from megatron_hybrid.ops.to_device import to_device
 
 
 class SlotStates(NamedTuple):
@@ -25,7 +24,7 @@ class SlotStates(NamedTuple):
     pool_S: torch.Tensor
     """The state in every live slot, `[S, *shape]`: a view of the pool, with any strides."""
     slot_ids_R: torch.Tensor
-    """int64 `[R]`, all different but for those of other depths."""
+    """int64 `[R]`, all different."""
     captured_n: torch.Tensor | None = None
     """Output for the states at the layout's captures, `[n, *shape]`; None: the layout has none."""
 
@@ -65,11 +64,8 @@ class SlotOp(Op):
         has_steps_in_place: bool = False,
     ) -> None:
         parameters = list(inspect.signature(scan).parameters)
-        self._place = parameters.index("layout") - 1
-        self._flat = [
-            parameters.index(own) for own, text in contracts.items() if text.startswith("T ")
-        ]
-        states, (kind, sizes) = parameters[self._place], state.split(" ", 1)
+        place = parameters.index("layout") - 1
+        states, (kind, sizes) = parameters[place], state.split(" ", 1)
         of_states = {
             f"{states}.pool_S": f"{kind} any {sizes} or None",
             f"{states}.slot_ids_R": "int R or None",
@@ -84,34 +80,10 @@ class SlotOp(Op):
             f"captured_n is not None or not n or {states} is None": "captured_n is None, and the "
             f"layout has {{n}} captures: give a tensor [{{n}}, {sizes.replace(' ', ', ')}] for them"
         }
-        reference = in_slots(scan, self._place, has_steps_in_place)
+        reference = in_slots(scan, place, has_steps_in_place)
         super().__init__(
             name, reference, {**contracts, **of_states}, {**conditions, **with_captures, **apart}
         )
-
-    def _serve(self, *inputs: Any) -> Any:
-        """Run as `Op._serve`; where sequences continue each other, a depth after the other, by the
-        same steps that they would take in a call each."""
-        states, layout = inputs[self._place], inputs[self._place + 1]
-        if not layout.depths:
-            return super()._serve(*inputs)
-        own, outputs = list(inputs), None
-        for part in layout.passes(inputs[0].device):
-            for number in self._flat:
-                own[number] = inputs[number].index_select(0, part.rows_T)
-            captured = None
-            if part.layout.captures:
-                captured = torch.empty_like(states.captured_n[: len(part.layout.captures)])
-            slots_R = states.slot_ids_R.index_select(0, part.sequences_R)
-            own[self._place] = SlotStates(states.pool_S, slots_R, captured)
-            own[self._place + 1] = part.layout
-            y = super()._serve(*own)
-            if outputs is None:
-                outputs = y.new_zeros(layout.num_rows, *y.shape[1:])
-            outputs.index_copy_(0, part.rows_T, y)
-            if captured is not None:
-                states.captured_n.index_copy_(0, part.captures_n, captured)
-        return outputs
 
 
 def in_slots(
@@ -123,8 +95,8 @@ def in_slots(
         scan: a function; its argument number `place` is the initial states `[R, *shape]`, None for
             zeros, and the next one the layout. Returns `(outputs, final states, captured states)`.
         place: number of the op's argument `SlotStates`; None there: start from zeros, keep nothing.
-        has_steps_in_place: whether `scan` also takes `SlotStates`, for sequences of one token each
-            and for chunks of one token; it then changes the states in the pool, writes those at the
+        has_steps_in_place: whether `scan` also takes `SlotStates`, for decodes alone and for chunks
+            of one token; it then changes the states in the pool, writes those at the
             captures, and its last two results are None.
     """
     names = list(inspect.signature(scan).parameters)
@@ -137,7 +109,7 @@ def in_slots(
             return scan(*inputs)[0]
         layout, by_token = inputs[place + 1], inputs[chunk_place : chunk_place + 1] == (1,)
         is_stepped = has_steps_in_place and (by_token or layout.num_steps == layout.num_sequences)
-        if is_stepped and _are_steps_in_place(inputs, states, layout):
+        if is_stepped and _are_steps_in_place(states, layout):
             return scan(*inputs)[0]
         pool_S, slot_ids_R, captured_n = states
         initial_R = pool_S.index_select(0, slot_ids_R)
@@ -153,42 +125,21 @@ def in_slots(
 def states_or_zeros(
     states: torch.Tensor | SlotStates | None, shape: tuple[int, ...], like: torch.Tensor
 ) -> torch.Tensor | SlotStates:
-    """The initial states in the compute dtype of `like`, zeros of `shape` for None; those in slots
-    as they are."""
+    """The initial states; for None zeros of `shape` in the compute dtype of `like`."""
     if states is None:
         return torch.zeros(shape, dtype=compute_dtype(like), device=like.device)
-    return states.to(compute_dtype(like)) if isinstance(states, torch.Tensor) else states
+    return states
 
 
-def _are_steps_in_place(inputs: tuple, states: SlotStates, layout: RaggedLayout) -> bool:
+def _are_steps_in_place(states: SlotStates, layout: RaggedLayout) -> bool:
     """Return whether steps may change their states in the pool, slot by slot: where the host can
     read the slots' numbers without a wait, and nobody needs the states before.
 
-    It has the bits of `scan` on gathered states where these are in fp32 in both, and takes a third
-    of the time: a state is in the cache from its first read to its last.
+    It has the bits of `scan` on gathered states, and takes a third of the time: a state is in the
+    cache from its first read to its last.
     """
-    pool_S = states.pool_S
     return (
         layout.starts is None  # else the step is recorded, and replayed with other slots
-        and pool_S.device.type == "cpu"
-        and pool_S.dtype == torch.float32 == compute_dtype(inputs[0])
+        and states.pool_S.device.type == "cpu"
         and not torch.is_grad_enabled()
     )
-
-
-def capture_steps(states: SlotStates, layout: RaggedLayout) -> None:
-    """Copy the captures among the leading steps of a layout, whose states are in the pool: a
-    sequence of one token is captured at its end."""
-    rows = [count - 1 for count in layout.captures if count <= layout.num_steps]
-    if rows:
-        rows_n = layout.cached(
-            ("captured_steps", states.pool_S.device),
-            lambda: to_device(rows, states.pool_S.device),
-        )
-        slots_n = states.slot_ids_R.index_select(0, rows_n)
-        states.captured_n[: len(rows)] = states.pool_S.index_select(0, slots_n)
-
-
-def step_rows(layout: RaggedLayout) -> int:
-    """Rows that a kernel of the leading steps writes: with the padding, where nothing else does."""
-    return layout.num_rows if layout.num_steps == layout.num_sequences else layout.num_steps

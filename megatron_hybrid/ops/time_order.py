@@ -23,7 +23,8 @@ class TimeOrder:
     def __init__(self, layout: RaggedLayout, device: torch.device | str) -> None:
         first_seq = layout.num_steps
         lengths = layout.lengths[first_seq:]
-        starts = [start - first_seq for start in layout.cu_seqlens[first_seq:]]
+        num_tokens = layout.num_step_tokens
+        starts = [start - num_tokens for start in layout.cu_seqlens[first_seq:]]
         order = sorted(range(len(lengths)), key=lambda r: -lengths[r])
         rows = [
             [starts[r] + j for r in order if j < lengths[r]] if len(order) > 1 else [j]
@@ -35,7 +36,7 @@ class TimeOrder:
         self.tokens = Permutation(tokens, device)
         self.sequences = Permutation(order, device)
 
-        captured = [count - 1 - first_seq for count in layout.captures if count > first_seq]
+        captured = [count - 1 - num_tokens for count in layout.captures if count > num_tokens]
         place_of = {token: place for place, token in enumerate(tokens)} if captured else {}
         places = [place_of[token] for token in captured]
         in_time = sorted(range(len(places)), key=places.__getitem__)

@@ -14,7 +14,7 @@ from megatron_hybrid.ops.dispatch import OPS
 
 DECODES = RaggedLayout((1, 1, 1), (5, 6, 7), (1, 3))
 MIXED = RaggedLayout((1, 1, 5, 3), (5, 6, 0, 9), (1, 4, 8), num_padding=2)
-DRAFTS = RaggedLayout((1, 1, 1), (5, 6, 9), (1, 2), depths=(0, 1, 0))
+DRAFTS = RaggedLayout((2, 1), (5, 9), (1,), num_decodes=1)
 LAYOUTS = {"decodes": DECODES, "mixed": MIXED, "drafts": DRAFTS}
 
 H, G, N, P, C, K = 4, 2, 16, 16, 8, 4

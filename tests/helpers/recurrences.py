@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from megatron_hybrid.ops import RaggedLayout
+from megatron_hybrid import ops
+from megatron_hybrid.ops import RaggedLayout, SlotStates
 from megatron_hybrid.ops.conv.naive import causal_conv1d as naive_conv
 from megatron_hybrid.ops.conv.reference import causal_conv1d
 from megatron_hybrid.ops.delta_rule.naive import delta_rule as naive_delta_rule
@@ -138,18 +139,65 @@ def to(dtype: torch.dtype, tensors) -> tuple[torch.Tensor, ...]:
     return tuple(t.to(dtype) for t in tensors)
 
 
+def on_slots(
+    op: RecurrentOp, inputs, parameters, states: SlotStates, layout: RaggedLayout, chunk_size=16
+) -> torch.Tensor:
+    """The public op, on states in live slots."""
+    given = [*inputs, *parameters]
+    if op in SSMS:
+        given = [*inputs[:2], parameters[0], *inputs[2:], parameters[1]]
+    last = (("silu" if op is CONV else None) if op in CONVS else chunk_size,)
+    return getattr(ops, op.name)(*given, states, layout, *last)
+
+
+def assert_bits_of_calls_of_their_own(
+    op: RecurrentOp, layout: RaggedLayout, dtype: torch.dtype, chunk_size: int = 16
+) -> None:
+    """A call has the bits of calls of one token each for its decodes, and for all sequences in
+    chunks of one; of one sequence each for the others.
+
+    dtype: of states.
+    """
+    generator, tokens, R = seeded(0), layout.num_tokens, layout.num_sequences
+    inputs = to(torch.float32, op.inputs(layout.num_rows, generator))
+    parameters = to(torch.float32, op.parameters(generator))
+    pool = torch.randn(R + 3, *op.state_shape, generator=generator).to(dtype)
+    slots, own_pool, own_y, own = torch.randperm(R + 3)[:R], pool.clone(), [], {}
+    captured = pool.new_empty(len(layout.captures), *op.state_shape)
+    states = SlotStates(pool, slots, captured)
+    y = on_slots(op, inputs, parameters, states, layout, chunk_size)
+    for r, (start, length) in enumerate(zip(layout.start_positions, layout.lengths)):
+        first = layout.cu_seqlens[r]
+        takes_steps = r < layout.num_steps or (chunk_size == 1 and op is not SELECTIVE_SCAN)
+        step = 1 if takes_steps else length
+        for row in range(first, first + length, step):
+            counts = tuple(count - row for count in layout.captures if 0 < count - row <= step)
+            alone = RaggedLayout((step,), (start + row - first,), counts)
+            part = pool.new_empty(len(counts), *op.state_shape)
+            rows = [each[row : row + step] for each in inputs]
+            states = SlotStates(own_pool, slots[r : r + 1], part)
+            own_y.append(on_slots(op, rows, parameters, states, alone, chunk_size))
+            own |= {row + count: state for count, state in zip(counts, part)}
+    assert torch.equal(y[:tokens], torch.cat(own_y)) and not y[tokens:].any()
+    assert torch.equal(pool, own_pool)
+    assert torch.equal(captured, torch.stack([own[count] for count in layout.captures]))
+
+
 @st.composite
-def layouts(draw, max_sequences: int = 6, max_length: int = 90) -> RaggedLayout:
-    """Single steps and prefills in any order, at any positions, with captures and padding."""
+def layouts(
+    draw, max_sequences: int = 6, max_length: int = 90, has_drafts: bool = False
+) -> RaggedLayout:
+    """Single steps and prefills in any order, at any positions, with captures and padding; and
+    decodes with drafts."""
     length = st.one_of(st.just(1), st.integers(1, 9), st.integers(1, max_length))
     lengths = draw(st.lists(length, min_size=1, max_size=max_sequences))
     if draw(st.booleans()):
         lengths.sort(key=lambda n: n > 1)
     starts = draw(st.lists(st.integers(0, 200), min_size=len(lengths), max_size=len(lengths)))
     captures = draw(st.sets(st.integers(1, sum(lengths)), max_size=5))
-    return RaggedLayout(
-        tuple(lengths), tuple(starts), tuple(sorted(captures)), draw(st.integers(0, 3))
-    )
+    decodes = draw(st.integers(0, len(lengths))) if has_drafts else 0
+    padding = draw(st.integers(0, 3))
+    return RaggedLayout(lengths, starts, sorted(captures), padding, num_decodes=decodes)
 
 
 chunk_sizes = st.sampled_from((1, 3, 8, 16, 64))

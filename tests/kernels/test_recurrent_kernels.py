@@ -1,6 +1,6 @@
 """Kernels of the recurrent ops against their references: outputs, final states, captures."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import pytest
@@ -11,27 +11,21 @@ from hypothesis import strategies as st
 from matrix import matrix_rows
 from recurrences import (
     CONV,
+    CONVS,
     LINEAR_CONV,
     SELECTIVE_SCAN,
     SSD,
     RecurrentOp,
+    assert_bits_of_calls_of_their_own,
     gated_delta_rule_of,
     kimi_delta_attention_of,
     layouts,
+    on_slots,
     seeded,
     to,
 )
 
-from megatron_hybrid.ops import (
-    RaggedLayout,
-    SlotStates,
-    causal_conv1d,
-    dispatch,
-    gated_delta_rule,
-    kimi_delta_attention,
-    selective_scan,
-    ssd_scan,
-)
+from megatron_hybrid.ops import RaggedLayout, SlotStates, dispatch
 
 
 @dataclass(frozen=True)
@@ -40,8 +34,6 @@ class Kernels:
 
     backend: str
     op: RecurrentOp
-    run: callable
-    """(inputs, parameters, SlotStates, layout, chunk size) -> outputs."""
     bound: float = 3e-5
     """Largest error, in units of the largest value."""
     chunk_sizes: tuple[int, ...] = (16, 32)
@@ -50,36 +42,17 @@ class Kernels:
 
     def draw(self, data):
         """A layout and a chunk size."""
-        layout = data.draw(layouts(max_sequences=4, max_length=self.max_length))
+        layout = data.draw(layouts(max_sequences=4, max_length=self.max_length, has_drafts=True))
         return layout, data.draw(st.sampled_from(self.chunk_sizes))
 
 
 KERNELS = [
-    Kernels(
-        "mcore",
-        SSD,
-        lambda i, p, *rest: ssd_scan(i[0], i[1], p[0], i[2], i[3], p[1], *rest),
-    ),
-    Kernels(
-        "triton",
-        SELECTIVE_SCAN,
-        lambda i, p, *rest: selective_scan(i[0], i[1], p[0], i[2], i[3], p[1], *rest),
-    ),
-    Kernels(
-        "fla",
-        gated_delta_rule_of(2, 1),
-        lambda i, p, *rest: gated_delta_rule(*i, *rest),
-        chunk_sizes=(16, 64),
-    ),
-    Kernels(
-        "fla",
-        kimi_delta_attention_of(2),
-        lambda i, p, *rest: kimi_delta_attention(*i, *rest),
-        chunk_sizes=(32, 64),
-        max_length=16,
-    ),
-    Kernels("triton", CONV, lambda i, p, *rest: causal_conv1d(*i, *p, *rest[:2])),
-    Kernels("triton", LINEAR_CONV, lambda i, p, *rest: causal_conv1d(*i, *p, *rest[:2], None)),
+    Kernels("mcore", SSD),
+    Kernels("triton", SELECTIVE_SCAN),
+    Kernels("fla", gated_delta_rule_of(2, 1), chunk_sizes=(16, 64)),
+    Kernels("fla", kimi_delta_attention_of(2), chunk_sizes=(32, 64), max_length=16),
+    Kernels("triton", CONV),
+    Kernels("triton", LINEAR_CONV),
 ]
 PUBLISHED = {
     "ssd_scan": [dict(H=2, G=1, P=P, N=N) for P, N in ((64, 64), (64, 128), (64, 256), (128, 256))],
@@ -111,7 +84,7 @@ def run(kernels, backend, inputs, parameters, pool, slot_ids, layout, chunk_size
     states = SlotStates(pool, slot_ids, captured if len(captured) else None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "forced", backend)
-        y = kernels.run(inputs, parameters, states, layout, chunk_size)
+        y = on_slots(kernels.op, inputs, parameters, states, layout, chunk_size)
     return y, pool, captured
 
 
@@ -137,7 +110,7 @@ def test_results_are_the_reference_s_and_captures_change_no_bit(kernels, example
         untouched = [i for i in range(len(found[1])) if i not in given[3]]
         assert torch.equal(found[1][untouched], given[2][untouched])
         if layout.captures:
-            bare = RaggedLayout(layout.lengths, layout.start_positions, (), layout.num_padding)
+            bare = replace(layout, captures=())
             y, pool, _ = run(kernels, kernels.backend, *given, bare, chunk_size)
             assert torch.equal(y, found[0]) and torch.equal(pool, found[1])
 
@@ -157,16 +130,14 @@ def test_inputs_may_have_any_strides(kernels):
 
 
 @each
-def test_a_step_of_each_sequence_has_zeros_behind_it(kernels):
-    layout = RaggedLayout((1, 1, 1), (0, 5, 9), (2,), 21)
-    given = case(kernels, layout, 1)
-    found, expected = (
-        run(kernels, backend, *given, layout, kernels.chunk_sizes[0])
-        for backend in (kernels.backend, "reference")
-    )
-    for one, right in zip(found, expected):
-        assert_near(one, right, kernels.bound)
-    assert not found[0][3:].any()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_have_the_bits_of_calls_of_their_own(monkeypatch, kernels, dtype):
+    """In decodes with drafts, and in chunks of one token."""
+    monkeypatch.setattr(dispatch, "forced", kernels.backend)
+    dtype = torch.float32 if kernels.op in CONVS else dtype
+    layout = RaggedLayout((1, 3, 9), (5, 17, 40), (2, 3, 7), 3, num_decodes=2)
+    for chunk_size in (1, kernels.chunk_sizes[0]):
+        assert_bits_of_calls_of_their_own(kernels.op, layout, dtype, chunk_size)
 
 
 @pytest.mark.usefixtures("loops_over_tensors")
@@ -190,7 +161,7 @@ def test_gradients_are_those_of_the_loop_in_float64(kernels, sizes, monkeypatch)
             weights = torch.randn(y.shape, generator=generator)
         else:
             monkeypatch.setattr(dispatch, "forced", kernels.backend)
-            y = kernels.run(*own, None, layout, kernels.chunk_sizes[-1])[: layout.num_tokens]
+            y = on_slots(op, *own, None, layout, kernels.chunk_sizes[-1])[: layout.num_tokens]
         results.append([y, *torch.autograd.grad((y * weights).sum(), [*own[0], *own[1]])])
     for found, right in zip(*reversed(results), strict=True):
         assert_near(found, right, kernels.bound)

@@ -161,10 +161,9 @@ class PlanBuilder:
             parks=list(self.parks.values()),
             loads=loads,
             restores=list(self.restores.values()),
-            # Single tokens come first, so that each takes the same path through recurrent layers,
-            # whatever is computed next to it.
-            work=[work for work in works if len(work.tokens) == 1]
-            + [work for work in works if len(work.tokens) > 1],
+            # Single tokens come first, then decodes with drafts, so that each takes the same path
+            # through recurrent layers, whatever is computed next to it.
+            work=sorted(works, key=lambda work: (len(work.tokens) > 1, not work.draft_draws)),
             ready=[Ready(r.request_id, r.slot, draws_of(r)) for r in self.ready],
             saves=[
                 SlotSave(saved.position, saved.pages, r.request_id, r.slot)

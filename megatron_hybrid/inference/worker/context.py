@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -37,20 +36,17 @@ def input_fields(
     max_drafts: int = 0,
 ) -> Fields:
     """Inputs of a step at their largest; the block tables are the last ones."""
-    num_sequences = max_requests * (1 + max_drafts)
     columns = sum(spec.pages_per_block)
-    max_blocks = -(-max_sequence_length // spec.block_size_tokens)
+    max_blocks = -(-(max_sequence_length + max_drafts) // spec.block_size_tokens)
     num_tokens = min(max_tokens, max_requests * max_sequence_length)
     num_rows = -(-num_tokens // ROW_ALIGNMENT) * ROW_ALIGNMENT
     int32, int64 = torch.int32, torch.int64
     return {
         "ready_slots": ((max_requests,), int64),
-        "slots": ((num_sequences,), int64),
-        "live_slots": ((num_sequences,), int64),
-        "last_rows": ((num_sequences,), int64),
-        "first_slots": ((num_sequences,), int64),
-        "first_rows": ((num_sequences,), int64),
-        "starts": ((num_sequences,), int32),
+        "slots": ((max_requests,), int64),
+        "last_rows": ((max_requests,), int64),
+        "first_rows": ((max_requests,), int64),
+        "starts": ((max_requests,), int32),
         "capture_rows": ((min(max_captures, num_tokens),), int64),
         "input_ids": ((num_rows,), int64),
         "positions": ((num_rows,), int64),
@@ -60,7 +56,7 @@ def input_fields(
         "logit_rows": ((num_tokens,), int64),
         # Last, as only its used part is copied: the tables of a step side by side. On the
         # device they are spread, so that a row's address does not follow from the others.
-        "tables": ((columns * num_sequences * max_blocks,), int32),
+        "tables": ((columns * max_requests * max_blocks,), int32),
     }
 
 
@@ -70,41 +66,6 @@ def input_bytes(fields: Fields, device: torch.device) -> tuple[int, int]:
     (num_entries,), dtype = fields["tables"]
     tables, buffer = num_entries * dtype.itemsize, buffer_bytes(fields)
     return tables + (0 if device.type == "cpu" else buffer), tables + buffer
-
-
-@dataclass
-class _Rows:
-    """The rows of a step. Sequences are in the order of the works, and a work is one, or with
-    drafts as many as it has tokens."""
-
-    layout: RaggedLayout
-    starts: np.ndarray
-    """Position of the first token of each sequence."""
-    slots: Sequence[int]
-    """Slot of each sequence."""
-    first_captures: list[int]
-    live_slots: Sequence[int]
-    """Slots that keep the hidden states of `last_rows`."""
-    last_rows: np.ndarray
-    first_slots: Sequence[int]
-    """Slots with the hidden states of the tokens before `first_rows`."""
-    first_rows: np.ndarray
-    ends: np.ndarray
-    """Row after the last one of each work."""
-
-
-def _split_drafts(works: list[Work]) -> tuple[list[int], np.ndarray, list[int], list[int]]:
-    """Lengths, starts, slots and depths of the sequences of works of which some have drafts."""
-    counts = [len(work.tokens) if work.draft_draws else 1 for work in works]
-    depths = [depth for count in counts for depth in range(count)]
-    starts = np.repeat(np.asarray([work.start for work in works], dtype=np.int64), counts) + depths
-    slots = np.repeat([work.slot for work in works], counts).tolist()
-    lengths = [
-        length
-        for work, count in zip(works, counts)
-        for length in ([1] * count if work.draft_draws else [len(work.tokens)])
-    ]
-    return lengths, starts, slots, depths
 
 
 class DynamicInferenceContext:
@@ -124,10 +85,10 @@ class DynamicInferenceContext:
             memory has, too; None: it has none.
         row_alignment: the rows of a step are a multiple of it; it divides `ROW_ALIGNMENT`.
 
-    A decode with drafts is laid out as so many decodes, each of which continues the one before it
-    (`RaggedLayout.depths`): all have the bits of decodes in steps of their own.
+    Sequences of a step are in the order of its works. The tokens of decodes have the bits of steps
+    of their own, also those of drafts (`RaggedLayout.num_decodes`).
 
-    Rows that fill up a recorded step (`begin_step`) use a live slot of their own, number
+    Sequences that fill up a recorded step (`begin_step`) use a live slot of their own, number
     `max_requests`, which only a memory for recorded steps has.
     """
 
@@ -163,7 +124,8 @@ class DynamicInferenceContext:
         bounds = np.cumsum([0, self._full_columns, *local_columns]).tolist()
         self._columns = list(pairwise(bounds))  # full attention, then each local group
         # Positional block tables, one plane for each page column: [columns, slots, blocks].
-        max_blocks = -(-max_sequence_length // self.block_size_tokens)
+        # Rows that fill up a decode with fewer drafts lie after its last token.
+        max_blocks = -(-(max_sequence_length + max_drafts) // self.block_size_tokens)
         shape = bounds[-1], len(memory.slots), max_blocks
         sizes = max_requests, max_tokens, max_sequence_length, max_captures, max_drafts
         self._tables = np.full(shape, NULL_PAGE, dtype=np.int32)
@@ -172,7 +134,7 @@ class DynamicInferenceContext:
         self._inputs: dict[str, Tensor] = {}  # the used parts of the last step's, by name
         with torch.inference_mode(False):
             self._step_tables = torch.zeros(
-                (shape[0], max_requests * (1 + max_drafts), max_blocks),
+                (shape[0], max_requests, max_blocks),
                 dtype=torch.int32,
                 device=memory.device,
             )
@@ -195,10 +157,11 @@ class DynamicInferenceContext:
 
         Args:
             num_decodes: for a recorded step of so many decodes: those of the plan, whose other work
-                is left out, and rows of no request after each and after them all. All rows have
-                logits. All that a forward reads then has shapes and addresses that depend on this
-                number and `num_rows` alone, and the host tells it bounds of positions.
-            num_rows: of each of these decodes: one, or with `max_drafts` drafts.
+                is left out, and decodes of no request after them. All rows have logits. All that
+                a forward reads then has shapes and addresses that depend on this number and
+                `num_rows` alone, and the host tells it bounds of positions.
+            num_rows: of each of these decodes: one, or with `max_drafts` drafts. One that has
+                fewer is filled up with rows that are drafts to be taken back: see `end_recorded`.
         """
         self._buffer.begin()
         ready_slots = [ready.slot for ready in plan.ready] if num_decodes is None else []
@@ -207,8 +170,7 @@ class DynamicInferenceContext:
         self._ready_slots = self._buffer.device["ready_slots"][:num_ready]
         if num_decodes is not None:
             works = plan.work + [self._filler] * (num_decodes - len(plan.work))
-            filled = [[work, *[self._filler] * (num_rows - len(work.tokens))] for work in works]
-            self._lay_out([work for group in filled for work in group], num_rows)
+            self._lay_out(works, num_rows)
         elif plan.work:
             self._lay_out(plan.work)
         else:
@@ -220,20 +182,38 @@ class DynamicInferenceContext:
         positions may be of other ones."""
         self._layout.forget_derived()
 
-    def _fixed_layout(self, num_sequences: int, num_rows: int, num_padding: int) -> RaggedLayout:
+    def end_recorded(self, plan: StepPlan) -> None:
+        """Set the slots of a recorded step's decodes that were filled up to the states after their
+        own tokens."""
+        num_rows, firsts = self._layout.lengths[0], self.first_captures
+        places = {
+            work.slot: first + len(work.tokens) - 1
+            for work, first in zip(plan.work, firsts)
+            if len(work.tokens) < num_rows
+        }
+        self.take_back(places)
+
+    def take_back(self, places: dict[int, int]) -> None:
+        """Set live slots to the states at these places of `captured_states`."""
+        if places:
+            slots_n, places_n = to_device(list(zip(*places.items())), self.memory.device)
+            # As words: copies of single bytes take several times as long.
+            states = self._staging.view(torch.int64).index_select(0, places_n)
+            self.memory.slots.view(torch.int64).index_copy_(0, slots_n, states)
+
+    def _fixed_layout(self, num_decodes: int, num_rows: int) -> RaggedLayout:
         """The layout of a recorded step; always the same one, as it holds tensors."""
-        key = num_sequences // num_rows, num_rows
+        key = num_decodes, num_rows
         if key not in self._fixed_layouts:
-            last = self.max_sequence_length - 1
-            depths = tuple(range(num_rows)) * key[0] if num_rows > 1 else ()
+            num_tokens = num_decodes * num_rows
             self._fixed_layouts[key] = RaggedLayout(
-                (1,) * num_sequences,
-                (last,) * num_sequences,
+                (num_rows,) * num_decodes,
+                (self.max_sequence_length - 1,) * num_decodes,
                 # After all rows but the last one of each decode.
-                tuple(row for row in range(1, num_sequences) if row % num_rows),
-                num_padding,
-                self._buffer.device["starts"][:num_sequences],
-                depths,
+                tuple(row for row in range(1, num_tokens) if row % num_rows),
+                -num_tokens % ROW_ALIGNMENT,
+                self._buffer.device["starts"][:num_decodes],
+                num_decodes,
             )
         return self._fixed_layouts[key]
 
@@ -248,72 +228,38 @@ class DynamicInferenceContext:
         self._fixed_layouts.clear()
         self._fixed_staging = None
 
-    def _lay_out(self, works: list[Work], num_rows_each: int | None = None) -> None:
-        """num_rows_each: as `begin_step`, of a recorded step; None: any other one."""
+    def _lay_out(self, works: list[Work], num_rows: int | None = None) -> None:
+        """num_rows: as `begin_step`, of a recorded step; None: any other one."""
         for work in works:
             self._update_tables(work.slot, work.tables)
-        if num_rows_each is not None:
-            rows = self._recorded_rows(works, num_rows_each)
-        elif self.max_drafts and any(work.draft_draws for work in works):
-            rows = self._rows_of(works, *_split_drafts(works))
+        if num_rows is not None:
+            self._layout = self._fixed_layout(len(works), num_rows)
+            self.first_captures = [i * (num_rows - 1) for i in range(len(works))]
         else:
-            lengths = [len(work.tokens) for work in works]
-            starts = np.asarray([work.start for work in works], dtype=np.int64)
-            rows = self._rows_of(works, lengths, starts, [work.slot for work in works], ())
-        self._layout, self.first_captures = rows.layout, rows.first_captures
-        self._fill_inputs(works, rows, num_rows_each is not None)
-        self._fill_tables(rows, num_rows_each is not None)
+            self._layout = self._new_layout(works)
+        self._fill_inputs(works, num_rows is not None)
+        self._fill_tables(num_rows is not None)
         if drawn := [(row, work) for row, work in enumerate(works) if work.source >= 0]:
             self._take_drawn(*zip(*drawn))  # single tokens come first
-        num_captures = len(rows.layout.captures)
-        if num_rows_each is not None and num_captures:
+        num_captures = len(self._layout.captures)
+        if num_rows is not None and num_captures:
             self._staging = self._fixed_states(num_captures)
         else:
             self._staging = self.memory.staging(num_captures)
 
-    def _rows_of(
-        self,
-        works: list[Work],
-        lengths: list[int],
-        starts: np.ndarray,
-        slots: list[int],
-        depths: Sequence[int],
-    ) -> _Rows:
-        """lengths, starts, slots, depths: of the sequences."""
-        counts = [len(work.tokens) for work in works]
-        ends = np.cumsum(counts, dtype=np.int64)
-        begins = ends - counts
-        captures, first_captures = [], []
-        for work, begin in zip(works, begins.tolist()):
-            first_captures.append(len(captures))
-            # The state at the end of the chunk is the live slot itself, after the forward.
+    def _new_layout(self, works: list[Work]) -> RaggedLayout:
+        captures, self.first_captures, begin, num_decodes = [], [], 0, 0
+        for number, work in enumerate(works, start=1):
+            self.first_captures.append(len(captures))
+            # The state at the end is the live slot itself, after the forward.
             if work.saves or work.draft_draws:
                 captures += [begin + position - work.start for position in work.captures]
-        num_padding = -int(ends[-1]) % self._row_alignment
-        layout = RaggedLayout(lengths, starts.tolist(), captures, num_padding, depths=depths)
-        own_slots = [work.slot for work in works]
-        return _Rows(
-            layout, starts, slots, first_captures, own_slots, ends - 1, own_slots, begins, ends
-        )
-
-    def _recorded_rows(self, works: list[Work], num_rows_each: int) -> _Rows:
-        """The rows of a recorded step: each is a sequence, and all arrays have the lengths that
-        every step of so many rows has."""
-        _, starts, slots, _ = _split_drafts(works)
-        ends = np.cumsum([len(work.tokens) for work in works], dtype=np.int64)
-        begins = ends - [len(work.tokens) for work in works]
-        num_tokens, filler = int(ends[-1]), self._filler
-        own = begins[[work is not filler for work in works]]
-        first_captures = (own // num_rows_each * (num_rows_each - 1)).tolist()
-        # Each row is the last one of a work, or of none; and the first one likewise.
-        live_slots, first_slots = (np.full(num_tokens, filler.slot) for _ in range(2))
-        live_slots[ends - 1] = first_slots[begins] = [work.slot for work in works]
-        num_padding = -num_tokens % ROW_ALIGNMENT
-        first_rows = np.full(num_tokens, num_tokens + num_padding)
-        first_rows[begins] = begins
-        layout = self._fixed_layout(num_tokens, num_rows_each, num_padding)
-        last = live_slots, np.arange(num_tokens)
-        return _Rows(layout, starts, slots, first_captures, *last, first_slots, first_rows, ends)
+            if work.draft_draws:
+                num_decodes = number
+            begin += len(work.tokens)
+        lengths, starts = [len(work.tokens) for work in works], [work.start for work in works]
+        padding = -begin % self._row_alignment
+        return RaggedLayout(lengths, starts, captures, padding, num_decodes=num_decodes)
 
     def _input(self, name: str, length: int) -> np.ndarray:
         """The used part of an input, to fill; `_inputs` has it on the device."""
@@ -322,68 +268,73 @@ class DynamicInferenceContext:
             self._inputs[name] = self._buffer.device[name].narrow(-1, 0, length)
         return self._buffer.host[name][..., :length]
 
-    def _fill_inputs(self, works: list[Work], rows: _Rows, is_recorded: bool) -> None:
+    def _fill_inputs(self, works: list[Work], is_recorded: bool) -> None:
         """Write all inputs of a step but the block tables."""
-        layout, lengths, array = rows.layout, rows.layout.lengths, self._input
-        num_tokens = layout.num_tokens
-        num_rows = num_tokens + layout.num_padding
-        token_ids, positions = array("input_ids", num_rows), array("positions", num_rows)
-        token_ids[num_tokens:] = positions[num_tokens:] = 0
+        layout, array = self._layout, self._input
+        lengths, num_tokens = np.asarray(layout.lengths), layout.num_tokens
         tokens = [work.tokens for work in works]
-        np.concatenate(tokens, out=token_ids[:num_tokens], casting="unsafe")
-        offsets = np.cumsum(lengths) - lengths
-        positions[:num_tokens] = np.arange(num_tokens) + np.repeat(rows.starts - offsets, lengths)
-        self._fill_targets(works, rows, positions)
+        counts = np.asarray([len(each) for each in tokens])
+        starts = np.asarray([work.start for work in works], dtype=np.int64)
+        begins = np.cumsum(lengths) - lengths
+        token_ids, positions = (array(name, layout.num_rows) for name in ("input_ids", "positions"))
+        token_ids[num_tokens:] = positions[num_tokens:] = 0
+        positions[:num_tokens] = np.arange(num_tokens) + np.repeat(starts - begins, lengths)
+        own: slice | np.ndarray = slice(0, num_tokens)
+        if (counts < lengths).any():  # a recorded step, some of whose decodes are filled up
+            token_ids[own] = 0
+            own = np.flatnonzero(positions[own] < np.repeat(starts + counts, lengths))
+        token_ids[own] = np.concatenate(tokens)
+        self._fill_targets(works, positions, own)
         self.adapter_slots = None
         slots = [work.adapter_slot for work in works] if self._has_adapters else []
         if slots and (max(slots) >= 0 or is_recorded):
-            adapters = array("adapter_slots", num_rows)
+            adapters = array("adapter_slots", layout.num_rows)
             adapters[num_tokens:] = -1
-            adapters[:num_tokens] = np.repeat(slots, [len(each) for each in tokens])
+            adapters[:num_tokens] = np.repeat(slots, lengths)
             self.adapter_slots = self._inputs["adapter_slots"]
-        array("starts", len(lengths))[:] = rows.starts
-        array("slots", len(lengths))[:] = rows.slots
-        for name in ("live_slots", "last_rows", "first_slots", "first_rows"):
-            values = getattr(rows, name)
-            array(name, len(values))[:] = values
+        array("starts", len(works))[:] = starts
+        array("slots", len(works))[:] = [work.slot for work in works]
+        array("first_rows", len(works))[:] = begins
+        array("last_rows", len(works))[:] = begins + counts - 1
         captures = array("capture_rows", len(layout.captures))
         np.subtract(layout.captures, 1, out=captures, casting="unsafe")
-        counts = [len(work.tokens) if is_recorded else work.num_logits for work in works]
-        row_ends, num_logits = np.cumsum(counts), sum(counts)
-        firsts = np.repeat(rows.ends - row_ends, counts)  # less their places among all
+        wanted = lengths if is_recorded else np.asarray([work.num_logits for work in works])
+        row_ends, num_logits = np.cumsum(wanted), int(wanted.sum())
+        firsts = np.repeat(begins + lengths - row_ends, wanted)  # less their places among all
         np.add(firsts, np.arange(num_logits), out=array("logit_rows", num_logits))
 
-    def _fill_targets(self, works: list[Work], rows: _Rows, positions: np.ndarray) -> None:
+    def _fill_targets(
+        self, works: list[Work], positions: np.ndarray, own: slice | np.ndarray
+    ) -> None:
         """Write the targets of each token's K and V: (page of its block, row in it). For tokens
         whose KV is shared or copied, and for padding, the null page: no shared block is ever
-        written."""
-        block, num_tokens = self.block_size_tokens, rows.layout.num_tokens
-        slots = np.repeat(np.asarray(rows.slots, dtype=np.int64), rows.layout.lengths)
-        pages = self._input("write_pages", len(positions))
-        pages[:, :num_tokens] = self._tables[:, slots, positions[:num_tokens] // block]
-        pages[:, num_tokens:] = NULL_PAGE
-        shared = np.repeat(
-            np.asarray([work.shared_tokens for work in works], dtype=np.int64),
-            [len(work.tokens) for work in works],
-        )
-        suppressed = np.flatnonzero(positions[:num_tokens] < shared)
-        pages[: self._full_columns, suppressed] = NULL_PAGE
+        written. own: rows of tokens of works."""
+        block, counts = self.block_size_tokens, [len(work.tokens) for work in works]
+        slots = np.repeat(np.asarray([work.slot for work in works], dtype=np.int64), counts)
+        pages, positions_n = self._input("write_pages", len(positions)), positions[own]
+        targets = self._tables[:, slots, positions_n // block]
+        shared = np.repeat(np.asarray([work.shared_tokens for work in works]), counts)
+        targets[: self._full_columns, np.flatnonzero(positions_n < shared)] = NULL_PAGE
+        pages[:] = NULL_PAGE
+        pages[:, own] = targets
         np.remainder(positions, block, out=self._input("write_rows", len(positions)))
 
-    def _fill_tables(self, rows: _Rows, is_recorded: bool) -> None:
+    def _fill_tables(self, is_recorded: bool) -> None:
         """Upload all inputs with the block tables of the sequences."""
-        last_end = int((rows.starts + rows.layout.lengths).max())
-        shape = len(self._tables), len(rows.slots), -(-last_end // self.block_size_tokens)
+        slots, starts = self._buffer.host["slots"], self._buffer.host["starts"]
+        count = self._layout.num_sequences
+        last_end = int((starts[:count] + self._layout.lengths).max())
+        shape = len(self._tables), count, -(-last_end // self.block_size_tokens)
         num_entries = math.prod(shape)
         np.take(
             self._tables[:, :, : shape[2]],
-            rows.slots,
+            slots[:count],
             axis=1,
             out=self._buffer.host["tables"][:num_entries].reshape(shape),
             mode="clip",
         )
         self._buffer.upload("tables", num_entries)
-        tables = self._step_tables[:, : len(rows.slots)]
+        tables = self._step_tables[:, :count]
         used = tables[:, :, : shape[2]]
         used.copy_(self._buffer.device["tables"][:num_entries].view(shape))
         self._block_tables = tables if is_recorded else used
@@ -401,8 +352,7 @@ class DynamicInferenceContext:
         for stop_n in stops_n:
             is_void_n |= tokens_n == stop_n
         inputs["input_ids"].index_copy_(0, rows_n, tokens_n.masked_fill(is_void_n, 0))
-        fillers = {"slots": self._filler.slot, "live_slots": self._filler.slot}
-        for name, filler in (fillers | {"write_pages": NULL_PAGE}).items():
+        for name, filler in (("slots", self._filler.slot), ("write_pages", NULL_PAGE)):
             own = inputs[name].index_select(-1, rows_n).masked_fill_(is_void_n, filler)
             inputs[name].index_copy_(-1, rows_n, own)
 
@@ -509,7 +459,7 @@ class DynamicInferenceContext:
         """
         hidden_TH, inputs = hidden_1TH[0], self._inputs
         live = self.memory.hidden()
-        live[inputs["live_slots"]] = hidden_TH[inputs["last_rows"]].to(live.dtype)
+        live[inputs["slots"]] = hidden_TH[inputs["last_rows"]].to(live.dtype)
         if len(self._staging):
             self.memory.hidden(self._staging).copy_(hidden_TH[inputs["capture_rows"]])
         return torch.cat([hidden_TH[inputs["logit_rows"]], self.ready_hidden().to(hidden_TH.dtype)])
@@ -524,7 +474,7 @@ class DynamicInferenceContext:
     def live_hidden(self) -> Tensor:
         """The hidden states in the requests' live slots, [n, H]: of the token before the first one
         of the step; zeros where there is none."""
-        return self.memory.hidden()[self._inputs["first_slots"]]
+        return self.memory.hidden()[self._inputs["slots"]]
 
     def hidden_of(self, slots: list[int]) -> Tensor:
         """The hidden states in these live slots, [n, H]."""

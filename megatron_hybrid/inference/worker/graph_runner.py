@@ -2,7 +2,8 @@
 
 A graph replays the launches of one forward as they were captured: the same kernels, grids, numbers
 and addresses. So it serves steps of one number of decodes, all with one row or all with rows of
-drafts, whose inputs are in the step's buffer; a step of fewer is filled up with rows of no request.
+drafts, whose inputs are in the step's buffer. A step of fewer is filled up with decodes of no
+request, and a decode of fewer drafts with rows that are taken back.
 """
 
 from __future__ import annotations
@@ -176,6 +177,7 @@ class GraphRunner:
             return None
         self._context.begin_step(plan, size, num_rows)
         graph.replay()
+        self._context.end_recorded(plan)
         self.num_replays += 1
         wanted = [work.num_logits for work in plan.work]
         logits_nV = graph.output[: num_rows * len(counts)]

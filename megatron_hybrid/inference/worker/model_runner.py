@@ -463,17 +463,11 @@ class ModelRunner:
 
         ends: by request id, the number of tokens that its state is to have seen.
         """
-        slots, rows = [], []
+        places = {}
         for work, first in zip(plan.work, self.context.first_captures):
             if work.draft_draws and (end := ends[work.request_id]) < work.end:
-                slots.append(work.slot)
-                rows.append(first + work.captures.index(end))
-        if slots:
-            slots_n, rows_n = to_device((slots, rows), self.memory.device)
-            # As words: copies of single bytes take several times as long.
-            captured = self.context.captured_states().view(torch.int64)
-            states = captured.index_select(0, rows_n)
-            self.memory.slots.view(torch.int64).index_copy_(0, slots_n, states)
+                places[work.slot] = first + work.captures.index(end)
+        self.context.take_back(places)
 
     def _save_state(self, state: Tensor, save: Save, request_id: int, result: StepResult) -> None:
         with optional_work(partial(_note, result.unsaved, (request_id, save.position))):

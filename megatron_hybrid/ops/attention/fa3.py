@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_hybrid.ops.activations import sigmoid
 from megatron_hybrid.ops.attention import flash
 from megatron_hybrid.ops.attention.pattern import AttentionPattern
-from megatron_hybrid.ops.attention.work import FEW_TOKENS
+from megatron_hybrid.ops.attention.work import of_many_tokens
 from megatron_hybrid.ops.dispatch import planning
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.to_device import all_to_device
@@ -35,7 +35,7 @@ def run(
 
     from megatron_hybrid.ops.attention import triton
 
-    many = [r for r, length in enumerate(layout.lengths) if length > FEW_TOKENS]
+    many = of_many_tokens(layout)
     inputs = (q_THD, k_pages_nBKD, v_pages_nBKD, block_table_RM, layout, pattern, sinks_H)
     out_THD = triton.run(*inputs, takes_whole=not many)
     if not many:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from megatron_hybrid.ops.activations import sigmoid
 from megatron_hybrid.ops.attention.pattern import AttentionPattern
 from megatron_hybrid.ops.attention.reference import aligned
-from megatron_hybrid.ops.attention.work import FEW_TOKENS
+from megatron_hybrid.ops.attention.work import of_many_tokens
 from megatron_hybrid.ops.checks import compute_dtype, has_tangent, pad_rows, rows_between
 from megatron_hybrid.ops.dispatch import planning
 from megatron_hybrid.ops.ragged import RaggedLayout
@@ -62,9 +62,9 @@ class Spans(NamedTuple):
     def _build(
         cls, layout: RaggedLayout, pattern: AttentionPattern, device: torch.device, paged: bool
     ) -> Spans | None:
-        spans = []
+        spans, many = [], {*of_many_tokens(layout)}
         for r, length in enumerate(layout.lengths):
-            if paged and length <= FEW_TOKENS:
+            if paged and r not in many:
                 continue
             first = layout.start_positions[r] if paged else 0
             row, size = layout.cu_seqlens[r] - first, pattern.chunk or first + length

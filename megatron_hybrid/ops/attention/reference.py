@@ -72,7 +72,7 @@ def paged_attention(
     B, kv_lengths = k_pages_nBKD.shape[1], layout.end_positions
     outs = []
     if layout.num_steps:
-        q_steps = rows_between(q_THD, 0, layout.num_steps)
+        q_steps = rows_between(q_THD, 0, layout.num_step_tokens)
         pages = k_pages_nBKD, v_pages_nBKP
         outs.append(_decode(q_steps, pages, block_table_RM, layout, pattern, sinks_H))
     for r in range(layout.num_steps, layout.num_sequences):
@@ -261,37 +261,36 @@ def _written_out(
 
 
 def _decode(
-    q_RHD: torch.Tensor,
+    q_THD: torch.Tensor,
     pages: tuple[torch.Tensor, torch.Tensor],
     block_table_RM: torch.Tensor,
     layout: RaggedLayout,
     pattern: AttentionPattern,
     sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One query per sequence, a group of sequences at a time."""
+    """The tokens of the leading decodes, a group of them at a time."""
     B, K = pages[0].shape[1:3]
     block_bytes = sum(math.prod(page.shape[1:]) * page.element_size() for page in pages)
     max_blocks = max(1, GATHER_BYTES // block_bytes)
     is_fused = _is_fused(pattern, sinks_H, *pages)
-    dtype = q_RHD.dtype if is_fused else compute_dtype(q_RHD)
+    dtype = q_THD.dtype if is_fused else compute_dtype(q_THD)
     # torch would make a mask of numbers out of one of bools in each layer.
-    mask_dtype = dtype if is_fused and q_RHD.is_cpu else torch.bool
-    key = ("decode groups", B, pattern, max_blocks, q_RHD.device, mask_dtype)
+    mask_dtype = dtype if is_fused and q_THD.is_cpu else torch.bool
+    key = ("decode groups", B, pattern, max_blocks, q_THD.device, mask_dtype)
     if layout.starts is None:
         tile = _tile_size(pattern, sinks_H, *pages)
         groups, inverse = layout.cached(
             (*key, tile),
-            lambda: _decode_groups(layout, B, pattern, tile, max_blocks, q_RHD.device, mask_dtype),
+            lambda: _decode_groups(layout, B, pattern, tile, max_blocks, q_THD.device, mask_dtype),
         )
     else:
         groups = layout.derived(key, lambda: _fixed_groups(layout, B, pattern, max_blocks))
         inverse = None
     sinks_KG1 = None if sinks_H is None else sinks_H.view(K, -1, 1)
     outs = []
-    for rows, columns, keys, visible_r11t, edges in groups:
-        table_rM, q_rHD = block_table_RM, q_RHD
-        if rows is not None:
-            table_rM, q_rHD = table_rM[rows], q_rHD[rows]
+    for rows, sequences, columns, keys, visible_r11t, edges in groups:
+        q_rHD = q_THD if rows is None else q_THD[rows]
+        table_rM = block_table_RM if sequences is None else block_table_RM[sequences]
         blocks = table_rM.gather(1, columns).flatten()
         k, v = (
             page.index_select(0, blocks).to(dtype).view(columns.shape[0], -1, *page.shape[2:])
@@ -313,8 +312,8 @@ def _decode(
             sinks_KG1,
         )
         outs.append(o.flatten(1, 2))
-    o_RHP = join(outs) if inverse is None else torch.cat(outs).index_select(0, inverse)
-    return o_RHP.to(q_RHD.dtype)
+    o_THP = join(outs) if inverse is None else torch.cat(outs).index_select(0, inverse)
+    return o_THP.to(q_THD.dtype)
 
 
 def _decode_groups(
@@ -328,13 +327,15 @@ def _decode_groups(
 ) -> tuple[list[tuple], torch.Tensor | None]:
     """Decodes with as many keys side by side, at most `max_blocks` blocks in a group.
 
-    Returns, for each group, its rows `[r]`, the block table columns to read `[r, m]`, the slice of
-    their m * B keys that the tiles have (None: all), which of these t are visible `[r, 1, 1, t]`
-    (bool, or numbers to add to scores), and the slices of t that hold all hidden ones, each with
-    those `[r, e, 1, 1]`; and the place of each row after all groups. One group of all rows has None
-    for rows and places.
+    Returns, for each group, its rows and their sequences, each `[r]` or None for all, the block
+    table columns to read `[r, m]`, the slice of their m * B keys that the tiles have (None: all),
+    which of these t are visible `[r, 1, 1, t]` (bool, or numbers to add to scores), and the slices
+    of t that hold all hidden ones, each with those `[r, e, 1, 1]`; and the place of each row after
+    all groups, None for one group of all rows.
     """
-    positions = layout.start_positions[: layout.num_steps]
+    starts, lengths = layout.start_positions, layout.lengths[: layout.num_steps]
+    positions = [start + i for start, length in zip(starts, lengths) for i in range(length)]
+    owners = [r for r, length in enumerate(lengths) for _ in range(length)]
     alike: dict[tuple[int, int], list[int]] = {}  # by number of keys, and rows before the first
     for r, position in enumerate(positions):
         low, high = _keys_of(position, tile, pattern)
@@ -366,10 +367,12 @@ def _decode_groups(
                 visible = np.where(visible, np.float32(0), np.float32(-np.inf))
             visible = to_device(visible, device, mask_dtype)
             columns = to_device(columns, device)
-            groups.append((to_device(group, device), columns, keys, visible, hidden))
+            sequences = to_device([owners[r] for r in group], device)
+            groups.append((to_device(group, device), sequences, columns, keys, visible, hidden))
             order += group
     if len(groups) == 1:
-        return [(None, *groups[0][1:])], None
+        sequences = None if len(owners) == len(lengths) else groups[0][1]
+        return [(None, sequences, *groups[0][2:])], None
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return groups, to_device(inverse, device)
 
@@ -379,25 +382,27 @@ def _fixed_groups(
 ) -> list[tuple]:
     """`_decode_groups` of positions on the device: each decode reads as many blocks as one at the
     largest position, and the groups are in the order of the rows."""
-    positions_R1 = layout.starts.long().unsqueeze(1)
-    last_blocks = positions_R1 // B
-    lows = (torch.zeros_like(positions_R1) + pattern.first_visible(positions_R1)).clamp_(min=0)
+    positions_T1 = layout.live_positions().long().unsqueeze(1)
+    last_blocks = positions_T1 // B
+    lows = (torch.zeros_like(positions_T1) + pattern.first_visible(positions_T1)).clamp_(min=0)
     size = -(-layout.last_end // B)
     if pattern.is_local:
         size = min(size, ((pattern.window or pattern.chunk) - 1) // B + 2)
     firsts = lows // B
     columns = (firsts + torch.arange(size, device=firsts.device)).minimum(last_blocks)
     keys = firsts * B + torch.arange(size * B, device=firsts.device)
-    visible = (keys <= positions_R1) & (keys >= lows)
+    visible = (keys <= positions_T1) & (keys >= lows)
+    owners = torch.arange(layout.num_tokens, device=firsts.device) // layout.lengths[0]
     hidden = ~visible[:, :, None, None]
     step = max(1, max_blocks // size)
     return [
         (
             slice(begin, begin + step),
+            owners[begin : begin + step],
             columns[begin : begin + step],
             None,
             visible[begin : begin + step, None, None],
             [(slice(0, size * B), hidden[begin : begin + step])],
         )
-        for begin in range(0, layout.num_sequences, step)
+        for begin in range(0, layout.num_tokens, step)
     ]

@@ -63,6 +63,12 @@ class Parts:
     """Results of all of them."""
 
 
+def of_many_tokens(layout: RaggedLayout) -> list[int]:
+    """The sequences with many new tokens, decodes left out: their drafts split keys as they do."""
+    lengths = enumerate(layout.lengths)
+    return [r for r, length in lengths if length > FEW_TOKENS and r >= layout.num_decodes]
+
+
 def whole_keys(
     layout: RaggedLayout, group: int, block_m: int, device: torch.device
 ) -> Tiles | None:
@@ -74,10 +80,9 @@ def whole_keys(
 
     def make() -> Tiles | None:
         numbers = [
-            (r, first, min(first + block_m, length * group))
-            for r, length in enumerate(layout.lengths)
-            if length > FEW_TOKENS
-            for first in range(0, length * group, block_m)
+            (r, first, min(first + block_m, layout.lengths[r] * group))
+            for r in of_many_tokens(layout)
+            for first in range(0, layout.lengths[r] * group, block_m)
         ]
         if not numbers:
             return None
@@ -130,7 +135,7 @@ def _launches(
     most_places: int,
     device: torch.device,
 ) -> Iterator[Parts]:
-    few = [r for r, length in enumerate(layout.lengths) if length <= FEW_TOKENS]
+    few = sorted({*range(layout.num_sequences)} - {*of_many_tokens(layout)})
     if not few:
         return
     # Of each token: its sequence, its number there, its position.
@@ -186,10 +191,10 @@ def _fixed_launches(
     block_m: int,
     most_places: int,
 ) -> Iterator[Parts]:
-    """`_launches` of single tokens whose positions are on the device: each has the programs of the
+    """`_launches` of decodes whose positions are on the device: each token has the programs of the
     largest position. Those after its own parts begin after its keys, so they read and store
     nothing."""
-    positions, last = layout.starts, layout.last_end - 1
+    positions, last = layout.live_positions(), layout.last_end - 1
     reach = min(last, (pattern.window or pattern.chunk or layout.last_end) - 1)
     lows = (torch.zeros_like(positions) + pattern.first_visible(positions)).clamp_(min=0)
     sizes, largest = torch.full_like(positions, PART), PART
@@ -201,19 +206,23 @@ def _fixed_launches(
     # A multiple of four, so that each field begins at a multiple of 16 bytes: see `all_to_device`.
     most_parts = -(-min(MAX_PARTS, last // PART + 1, reach // PART + 2) // 4) * 4
 
-    numbers = torch.arange(layout.num_sequences, dtype=torch.int32, device=positions.device)
+    numbers = torch.arange(layout.num_tokens, dtype=torch.int32, device=positions.device)
+    sequences, first_rows = numbers, torch.zeros_like(numbers)
+    if layout.num_tokens > layout.num_sequences:
+        sequences = numbers // layout.lengths[0]
+        first_rows = numbers % layout.lengths[0] * group
     tile_starts = torch.arange(0, group, block_m, dtype=torch.int32, device=positions.device)
     parts = torch.arange(most_parts, dtype=torch.int32, device=positions.device)
     step = max(1, most_places // most_parts)
     step -= step % 4 if step > 4 else 0  # for rows, as above
-    for begin in range(0, layout.num_sequences, step):
+    for begin in range(0, layout.num_tokens, step):
         own = slice(begin, begin + step)
-        rows = numbers[own]
+        rows, first_row = numbers[own], first_rows[own, None, None]
         shape = len(rows), len(tile_starts), most_parts
         fields = (
-            rows[:, None, None],
-            tile_starts[:, None],
-            (tile_starts + block_m).clamp_(max=group)[:, None],
+            sequences[own, None, None],
+            first_row + tile_starts[:, None],
+            first_row + (tile_starts + block_m).clamp_(max=group)[:, None],
             ((firsts[own, None] + parts) * sizes[own, None])[:, None],
             sizes[own, None, None],
             (rows - begin)[:, None, None],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -11,6 +12,7 @@ from megatron_hybrid.ops.activations import silu
 from megatron_hybrid.ops.checks import compute_dtype, join, pad_rows, without_autocast
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.scan import ragged_scan
+from megatron_hybrid.ops.to_device import to_device
 
 ROWS = 64
 """Rows that a scan sums at once, to fit a CPU's cache."""
@@ -54,11 +56,12 @@ def causal_conv1d(
         lambda *inputs: _step(weight_CK, bias_C, *inputs),
         lambda *inputs: _scan(weight_CK, bias_C, *inputs),
         (x_TC,),
-        initial_states_RCk.to(x_TC.dtype),
+        initial_states_RCk,
         layout,
         lambda: layout.cached(
             ("conv windows", K, x_TC.device), lambda: _Windows(layout, K, x_TC.device)
         ),
+        layout.num_singles,
     )
     if activation == "silu":
         y_TC = silu(y_TC)
@@ -90,11 +93,11 @@ def _sums(
 
 
 class _Windows:
-    """Rows of the sequences after the leading steps of a layout, each preceded by its tail: row t
-    of sequence r becomes row t + (r + 1)(K - 1)."""
+    """Rows of the sequences after the leading single tokens of a layout, each preceded by its tail:
+    row t of sequence r becomes row t + (r + 1)(K - 1)."""
 
     def __init__(self, layout: RaggedLayout, K: int, device: torch.device) -> None:
-        first = layout.num_steps
+        first = layout.num_singles
         self.lengths = layout.lengths[first:]
         owners = range(first, layout.num_sequences)
         captures = [
@@ -106,8 +109,7 @@ class _Windows:
         def rows(ends_owners):
             """Rows of the tails that end with flat token `end - 1`, `[n, k]`."""
             ends = [end - first + (owner - first + 1) * (K - 1) for end, owner in ends_owners]
-            first_n1 = torch.tensor(ends, dtype=torch.int64, device=device).unsqueeze(1) - (K - 1)
-            return first_n1 + torch.arange(K - 1, device=device)
+            return to_device(np.reshape(ends, (-1, 1)) + np.arange(1 - K, 0), device)
 
         self.final_Rk = rows([(layout.cu_seqlens[r + 1], r) for r in owners])
         self.captured_nk = rows(captures)

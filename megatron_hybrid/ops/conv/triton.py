@@ -15,7 +15,7 @@ from megatron_hybrid.ops.checks import pad_rows, rows_between
 from megatron_hybrid.ops.kernels import SequenceTable, is_there, library_bounds
 from megatron_hybrid.ops.launch import Kernel, checked
 from megatron_hybrid.ops.ragged import RaggedLayout
-from megatron_hybrid.ops.slot_states import SlotStates, capture_steps
+from megatron_hybrid.ops.slot_states import SlotStates
 
 ROWS, CHANNELS = 16, 128
 """Rows and channels of a program."""
@@ -209,13 +209,12 @@ def run(
     tensors = (x_TC, weight_CK, bias_C, pool, slots, y_TC)
     form = dict(C=C, K=K, HAS_BIAS=bias_C is not None, SILU=activation == "silu")
     form |= dict(BLOCK_T=ROWS, BLOCK_C=CHANNELS, num_warps=4)
-    if layout.num_steps == layout.num_sequences:
+    if layout.num_singles == layout.num_sequences and not layout.captures:
         grid, numbers = (
             (triton.cdiv(layout.num_rows, ROWS), blocks),
             (layout.num_rows, layout.num_sequences),
         )
         conv_step_kernel(grid, tensors, numbers, **form)
-        capture_steps(states, layout)
         return y_TC
     table = SequenceTable.of(layout, x_TC.device)
     y_TC[layout.num_tokens :] = 0

@@ -22,12 +22,13 @@ from torch import Tensor
 
 from megatron_hybrid.ops.anchored_chunks import AnchoredChunks
 from megatron_hybrid.ops.checks import pad_rows, rows_between
-from megatron_hybrid.ops.delta_rule.triton import MAX_KEY_BYTES, capture, recur, step, unit_rows
+from megatron_hybrid.ops.delta_rule.triton import MAX_KEY_BYTES, recur, run_steps, unit_rows
 from megatron_hybrid.ops.hopper import compiles_wrongly
 from megatron_hybrid.ops.kernels import aligned_rows, library_bounds, tf32_refusal
 from megatron_hybrid.ops.launch import checked
 from megatron_hybrid.ops.ragged import RaggedLayout
-from megatron_hybrid.ops.slot_states import SlotStates, capture_steps, step_rows
+from megatron_hybrid.ops.slot_states import SlotStates
+from megatron_hybrid.ops.steps import Steps
 
 REMARKS = []
 """See `kernel_backend`."""
@@ -54,7 +55,7 @@ def verify(*inputs: Any) -> str | None:
     most = MAX_KEY_BYTES // k_THN.element_size()
     if k_THN.shape[-1] > most:
         return f"heads of q and k have {k_THN.shape[-1]} channels; it takes up to {most}"
-    sizes = (16, 32, 64) if g_TH.dim() == 2 else (32, 64)
+    sizes = (1, 16, 32, 64) if g_TH.dim() == 2 else (1, 32, 64)
     if chunk_size not in sizes:
         return f"chunk_size is {chunk_size}; it takes {sizes}"
     return None
@@ -79,15 +80,13 @@ def run(
         for t in (q_THN, k_THN, v_THP, g_TH, beta_TH)
     ]
     o_THP = v_THP.new_empty(v_THP.shape)
-    steps, tokens = layout.num_steps, layout.num_tokens
-    if steps:
-        rows = step_rows(layout)
-        first, slots_R = [t[:rows] for t in inputs], states.slot_ids_R[:steps]
-        step(*first, N**-0.5, states.pool_S, slots_R, o_THP[:rows])
-        capture_steps(states, layout)
-    if steps < layout.num_sequences:
-        rest = [aligned_rows(t[steps:tokens]) for t in inputs]
-        o_THP[steps:tokens] = _scan(*rest, states, layout, chunk_size)
+    steps = Steps.of(states, layout, chunk_size, o_THP)
+    if steps.num_sequences:
+        run_steps(*inputs, steps)
+    if steps.num_sequences < layout.num_sequences:
+        first, tokens = layout.num_step_tokens, layout.num_tokens
+        rest = [aligned_rows(t[first:tokens]) for t in inputs]
+        o_THP[first:tokens] = _scan(*rest, states, layout, chunk_size)
         o_THP[tokens:] = 0
     return o_THP
 
@@ -119,7 +118,7 @@ def _scan(
 ) -> Tensor:
     """All other sequences, in chunks; writes final states and captures, returns outputs."""
     chunks = AnchoredChunks.of(layout, chunk_size, v_THP.device)
-    scale = k_THN.shape[2] ** -0.5
+    scale, inputs = k_THN.shape[2] ** -0.5, (q_THN, k_THN, v_THP, g_TH, beta_TH)
     q_THN, k_THN = unit_rows(q_THN, k_THN)
     # fla-core's tensors have a leading dimension of 1, and are contiguous.
     q, k, v, g, beta = (t.contiguous()[None] for t in (q_THN, k_THN, v_THP, g_TH, beta_TH))
@@ -135,9 +134,10 @@ def _scan(
     starts_SHNP, written_THP, kept_HNP = recur(
         decayed_k[0], W[0], U[0], cum[0], states.pool_S, slots_R, chunks, chunk_size
     )
-    if num := len(chunks.capture_chunks_n):
-        out_n = states.captured_n[-num:]
-        capture(k[0], written_THP, cum[0], kept_HNP, chunks, out_n)
+    if num := len(chunks.capture_places_n):
+        inner = Steps.inside(chunks, kept_HNP)
+        run_steps(*inputs, inner)
+        states.captured_n[-num:] = inner.pool_S
     written, starts = written_THP[None], starts_SHNP[None]
     if g_TH.dim() == 2:
         return _gated_outputs(q, k, written, starts, cum, scale=scale, **grid)[0]

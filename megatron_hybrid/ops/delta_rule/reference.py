@@ -78,7 +78,7 @@ def delta_rule(
         states_RHNP,
         layout,
         lambda: ChunkGrid.of(layout, chunk_size if chunk_size > 1 else 32, v_THP.device),
-        by_token=chunk_size == 1 or is_slow,
+        layout.num_sequences if chunk_size == 1 or is_slow else layout.num_steps,
     )
     return pad_rows(o_THP.to(v_THP.dtype), layout), final_RHNP, captured_nHNP
 
@@ -183,10 +183,10 @@ def _step(
     v_RHP: torch.Tensor,
     g_RHN: torch.Tensor,
     beta_RH: torch.Tensor,
-    S_RHNP: torch.Tensor | list[torch.Tensor],
+    S_RHNP: torch.Tensor | list[tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
-    """One token for each of R sequences: the plain recurrence. Changes a list of states, with the
-    same bits, and returns outputs alone."""
+    """One token for each of R sequences: the plain recurrence. Of a list of states before and after
+    it writes the latter, with the same bits, and returns outputs alone."""
     repeats = v_RHP.shape[1] // k_RHN.shape[1]
     q_RH1N, k_RH1N = (_per_head(t, repeats).unsqueeze(2) for t in (q_RHN, k_RHN))
     v_RH1P, beta_RH11 = v_RHP.unsqueeze(2), beta_RH[..., None, None]
@@ -198,14 +198,20 @@ def _step(
         return (q_RH1N @ S_RHNP).squeeze(2), S_RHNP
     o_RH1P = torch.empty_like(v_RH1P)
     rows = (q_RH1N, k_RH1N.mT, kept_k_RH1N, v_RH1P, decay_RHN1, beta_RH11, o_RH1P)
-    for S_HNP, q_H1N, k_HN1, kept_k_H1N, v_H1P, decay_HN1, beta_H11, o_H1P in zip(
+    is_rounded = S_RHNP[0][1].dtype != v_RHP.dtype
+    for (before_HNP, S_HNP), q_H1N, k_HN1, kept_k_H1N, v_H1P, decay_HN1, beta_H11, o_H1P in zip(
         S_RHNP, *(t.unbind() for t in rows)
     ):
         delta_H1P = o_H1P  # in its memory until the output is written
-        torch.bmm(kept_k_H1N, S_HNP, out=delta_H1P)
+        if is_rounded:
+            before_HNP = before_HNP.to(v_RHP.dtype)
+        torch.bmm(kept_k_H1N, before_HNP, out=delta_H1P)
         torch.sub(v_H1P, delta_H1P, out=delta_H1P).mul_(beta_H11)
-        S_HNP.mul_(decay_HN1).addcmul_(k_HN1, delta_H1P)
-        torch.bmm(q_H1N, S_HNP, out=o_H1P)
+        out = None if is_rounded else S_HNP
+        new_HNP = torch.mul(before_HNP, decay_HN1, out=out).addcmul_(k_HN1, delta_H1P)
+        torch.bmm(q_H1N, new_HNP, out=o_H1P)
+        if is_rounded:
+            S_HNP.copy_(new_HNP)
     return o_RH1P.squeeze(2)
 
 

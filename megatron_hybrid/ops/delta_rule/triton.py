@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_hybrid.ops.anchored_chunks import AnchoredChunks
 from megatron_hybrid.ops.delta_rule.reference import L2NORM_EPS
 from megatron_hybrid.ops.launch import Kernel
+from megatron_hybrid.ops.steps import Steps
 
 UNIT_ELEMENTS = 2048
 """Elements of q or k in one program that scales them."""
@@ -28,12 +29,6 @@ STATE_BYTES = 8192
 
 MAX_KEY_BYTES = 512
 """Most bytes of a head's keys, for which the recurrence has registers."""
-
-CAPTURE_ELEMENTS = 8192
-"""Elements of a state in one program of a capture: 32 values a thread."""
-
-ROWS = 16
-"""Rows of a chunk in one product of matrices of a capture."""
 
 
 def blocks(N: int, P: int, elements: int, least: int = 1) -> dict[str, int]:
@@ -52,7 +47,7 @@ def recur_configuration(N: int, P: int, num_bytes: int) -> tuple[dict[str, int],
 @triton.jit
 def _at(row, head, stride_row, stride_head):
     """Offset of a head of a row; flat tensors may have more than 2^31 elements."""
-    return row.to(tl.int64) * stride_row + head * stride_head
+    return tl.cast(row, tl.int64) * stride_row + head * stride_head
 
 
 @Kernel
@@ -107,8 +102,8 @@ def unit_rows(q_THN: Tensor, k_THN: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @Kernel
-@triton.jit(do_not_specialize=["num_sequences"])
-def step_kernel(
+@triton.jit(do_not_specialize=["num_sequences", "num_rows"])
+def steps_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -117,8 +112,13 @@ def step_kernel(
     pool_ptr,
     slots_ptr,
     o_ptr,
-    scale,
+    out_ptr,
+    rows_ptr,
+    offsets_ptr,
+    captures_ptr,
     num_sequences,
+    num_rows,
+    scale,
     stride_q_row,
     stride_q_head,
     stride_k_row,
@@ -134,74 +134,89 @@ def step_kernel(
     stride_pool_key,
     stride_o_row,
     stride_o_head,
+    stride_out_capture,
+    stride_out_head,
+    stride_out_key,
     HEADS_PER_KEY: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
     EPS: tl.constexpr,
     N: tl.constexpr,
     P: tl.constexpr,
+    ROWS_STRIDE: tl.constexpr,
+    HAS_OUTPUTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
     """Some values of one head of one sequence: S = exp(g) S; S += k beta (v - k S) in the pool,
-    o = scale q S; 0 in the rows after them."""
+    o = scale q S, token by token, with the states after captured ones; 0 in the rows after all
+    sequences."""
     r, h = tl.program_id(0), tl.program_id(1)
     p, n = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
     h_qk = h // HEADS_PER_KEY
-    o_ptrs = o_ptr + _at(r, h, stride_o_row, stride_o_head) + p
-    if r >= num_sequences:
-        tl.store(o_ptrs, tl.zeros((BLOCK_P,), tl.float32), mask=p < P)
-        return
+    first = tl.load(rows_ptr + r * ROWS_STRIDE).to(tl.int64)
+    if HAS_OUTPUTS:
+        o_ptrs = o_ptr + h * stride_o_head + p
+        if r >= num_sequences:
+            for t in range(first, num_rows):
+                tl.store(o_ptrs + t * stride_o_row, tl.zeros((BLOCK_P,), tl.float32), mask=p < P)
+            return
+    end = tl.load(rows_ptr + r * ROWS_STRIDE + 1).to(tl.int64)
     slot = tl.load(slots_ptr + r).to(tl.int64)
     inside = (n[:, None] < N) & (p[None, :] < P)
     state_ptrs = pool_ptr + slot * stride_pool_slot + h * stride_pool_head
     state_ptrs += n[:, None] * stride_pool_key + p[None, :]
     state = tl.load(state_ptrs, mask=inside, other=0.0).to(tl.float32)
-    q_ptrs = q_ptr + _at(r, h_qk, stride_q_row, stride_q_head) + n
-    k_ptrs = k_ptr + _at(r, h_qk, stride_k_row, stride_k_head) + n
-    q = tl.load(q_ptrs, mask=n < N, other=0.0).to(tl.float32)
-    k = tl.load(k_ptrs, mask=n < N, other=0.0).to(tl.float32)
-    q *= tl.rsqrt(tl.sum(q * q, axis=0) + EPS)
-    k *= tl.rsqrt(tl.sum(k * k, axis=0) + EPS)
-    v_ptrs = v_ptr + _at(r, h, stride_v_row, stride_v_head) + p
-    v = tl.load(v_ptrs, mask=p < P, other=0.0).to(tl.float32)
-    beta = tl.load(beta_ptr + _at(r, h, stride_beta_row, stride_beta_head)).to(tl.float32)
-    g_ptrs = g_ptr + _at(r, h, stride_g_row, stride_g_head)
-    if PER_CHANNEL:
-        state *= tl.exp(tl.load(g_ptrs + n, mask=n < N, other=0.0).to(tl.float32))[:, None]
-    else:
-        state *= tl.exp(tl.load(g_ptrs).to(tl.float32))
-    written = beta * (v - tl.sum(state * k[:, None], axis=0))
-    state += k[:, None] * written[None, :]
-    o = scale * tl.sum(state * q[:, None], axis=0)
+    if HAS_OUTPUTS:
+        capture, last = tl.load(offsets_ptr + r), tl.load(offsets_ptr + r + 1)
+        wanted = tl.load(captures_ptr + capture, mask=capture < last, other=-1)
+    for t in range(first, end):
+        k_ptrs = k_ptr + _at(t, h_qk, stride_k_row, stride_k_head) + n
+        k = tl.load(k_ptrs, mask=n < N, other=0.0).to(tl.float32)
+        k *= tl.rsqrt(tl.sum(k * k, axis=0) + EPS)
+        v_ptrs = v_ptr + _at(t, h, stride_v_row, stride_v_head) + p
+        v = tl.load(v_ptrs, mask=p < P, other=0.0).to(tl.float32)
+        beta = tl.load(beta_ptr + _at(t, h, stride_beta_row, stride_beta_head)).to(tl.float32)
+        g_ptrs = g_ptr + _at(t, h, stride_g_row, stride_g_head)
+        if PER_CHANNEL:
+            state *= tl.exp(tl.load(g_ptrs + n, mask=n < N, other=0.0).to(tl.float32))[:, None]
+        else:
+            state *= tl.exp(tl.load(g_ptrs).to(tl.float32))
+        written = beta * (v - tl.sum(state * k[:, None], axis=0))
+        state += k[:, None] * written[None, :]
+        if HAS_OUTPUTS:
+            q_ptrs = q_ptr + _at(t, h_qk, stride_q_row, stride_q_head) + n
+            q = tl.load(q_ptrs, mask=n < N, other=0.0).to(tl.float32)
+            q *= tl.rsqrt(tl.sum(q * q, axis=0) + EPS)
+            o = scale * tl.sum(state * q[:, None], axis=0)
+            tl.store(o_ptrs + t * stride_o_row, o, mask=p < P)
+            # The next token begins with what a call of its own would find.
+            state = state.to(pool_ptr.dtype.element_ty).to(tl.float32)
+            if t + 1 == wanted:
+                out_ptrs = out_ptr + _at(capture, h, stride_out_capture, stride_out_head)
+                out_ptrs += n[:, None] * stride_out_key + p[None, :]
+                tl.store(out_ptrs, state, mask=inside)
+                capture += 1
+                wanted = tl.load(captures_ptr + capture, mask=capture < last, other=-1)
     tl.store(state_ptrs, state, mask=inside)
-    tl.store(o_ptrs, o, mask=p < P)
 
 
-def step(
-    q_RHN: Tensor,
-    k_RHN: Tensor,
-    v_RHP: Tensor,
-    g_RH: Tensor,
-    beta_RH: Tensor,
-    scale: float,
-    pool_S: Tensor,
-    slot_ids_R: Tensor,
-    o_RHP: Tensor,
+def run_steps(
+    q_THN: Tensor, k_THN: Tensor, v_THP: Tensor, g_TH: Tensor, beta_TH: Tensor, steps: Steps
 ) -> None:
-    """One token of each of the sequences with slots, in place, and zeros in the rows after them:
-    see `ops.gated_delta_rule`. g is `[R, H]`, or `[R, H, N]`; the last stride of all but g_RH and
-    beta_RH is 1."""
-    (R, H, P), N = v_RHP.shape, k_RHN.shape[2]
+    """The recurrence of `ops.gated_delta_rule`, in place. g is `[T, H]`, or `[T, H, N]`; the last
+    stride of all but g_TH and beta_TH is 1."""
+    (_, H, P), N = v_THP.shape, k_THN.shape[2]
     sizes = blocks(N, P, STEP_ELEMENTS)
-    step_kernel(
-        (R, H, triton.cdiv(P, sizes["BLOCK_P"])),
-        (q_RHN, k_RHN, v_RHP, g_RH, beta_RH, pool_S, slot_ids_R, o_RHP),
-        (scale, len(slot_ids_R)),
-        HEADS_PER_KEY=H // k_RHN.shape[1],
-        PER_CHANNEL=g_RH.dim() == 3,
+    steps_kernel(
+        (steps.num_programs, H, triton.cdiv(P, sizes["BLOCK_P"])),
+        (q_THN, k_THN, v_THP, g_TH, beta_TH, *steps.tensors()),
+        (steps.num_sequences, steps.num_rows, N**-0.5),
+        HEADS_PER_KEY=H // k_THN.shape[1],
+        PER_CHANNEL=g_TH.dim() == 3,
         EPS=L2NORM_EPS,
         N=N,
         P=P,
+        **steps.constants(),
         **sizes,
         num_warps=4,
     )
@@ -305,7 +320,7 @@ def recur(
     """
     (_, H, P), N = U_THP.shape, k_THN.shape[2]
     starts_SHNP = k_THN.new_empty(len(chunks.sequences_S), H, N, P)
-    kept_HNP = cum_TH.new_empty(chunks.num_places, H, N, P)
+    kept_HNP = cum_TH.new_empty(len(chunks.place_chunks), H, N, P)
     written_THP = U_THP.new_empty(U_THP.shape)
     sizes, num_stages = recur_configuration(N, P, k_THN.element_size())
     tables = chunks.boundaries_S, chunks.first_chunks_R, chunks.places_S
@@ -324,97 +339,3 @@ def recur(
         num_stages=num_stages,
     )
     return outputs
-
-
-@Kernel
-@triton.jit
-def capture_kernel(
-    k_ptr,
-    written_ptr,
-    cum_ptr,
-    kept_ptr,
-    boundaries_ptr,
-    places_ptr,
-    chunks_ptr,
-    lengths_ptr,
-    out_ptr,
-    stride_out_capture,
-    stride_out_head,
-    stride_out_key,
-    H: tl.constexpr,
-    HEADS_PER_KEY: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    N: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Some values of one head of one captured state: exp2(c_i) S_0 + sum_{j <= i} exp2(c_i - c_j)
-    k_j V_j for row i of a chunk that begins with the state S_0."""
-    x, h = tl.program_id(0), tl.program_id(1)
-    p, n = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
-    c = tl.load(chunks_ptr + x)
-    first, length = tl.load(boundaries_ptr + c), tl.load(lengths_ptr + x)
-    place = tl.load(places_ptr + c).to(tl.int64)
-    inside = (n[:, None] < N) & (p[None, :] < P)
-    kept_ptrs = kept_ptr + (place * H + h) * N * P + n[:, None] * P + p[None, :]
-    state = tl.load(kept_ptrs, mask=inside, other=0.0)
-
-    last = (first + length - 1).to(tl.int64) * H + h
-    if PER_CHANNEL:
-        until = tl.load(cum_ptr + last * N + n, mask=n < N, other=0.0)
-        state *= tl.exp2(until)[:, None]
-    else:
-        until = tl.load(cum_ptr + last)
-        state *= tl.exp2(until)
-    for j0 in range(0, length, ROWS):
-        j = j0 + tl.arange(0, ROWS)
-        used = j < length
-        t = (first + j).to(tl.int64)
-        row, k_row = t * H + h, t * (H // HEADS_PER_KEY) + h // HEADS_PER_KEY
-        inside_NL = (n[:, None] < N) & used[None, :]
-        k = tl.load(k_ptr + k_row[None, :] * N + n[:, None], mask=inside_NL, other=0.0)
-        if PER_CHANNEL:
-            cum = tl.load(cum_ptr + row[None, :] * N + n[:, None], mask=inside_NL, other=0.0)
-            decay = tl.where(inside_NL, tl.exp2(until[:, None] - cum), 0.0)
-        else:
-            cum = tl.load(cum_ptr + row, mask=used, other=0.0)
-            decay = tl.where(used, tl.exp2(until - cum), 0.0)[None, :]
-        written_ptrs = written_ptr + row[:, None] * P + p[None, :]
-        written = tl.load(written_ptrs, mask=used[:, None] & (p[None, :] < P), other=0.0)
-        k = k.to(tl.float32) * decay
-        state = tl.dot(k, written.to(tl.float32), state, input_precision="ieee")
-    out_ptrs = out_ptr + x.to(tl.int64) * stride_out_capture + h * stride_out_head
-    tl.store(out_ptrs + n[:, None] * stride_out_key + p[None, :], state, mask=inside)
-
-
-def capture(
-    k_THN: Tensor,
-    written_THP: Tensor,
-    cum_TH: Tensor,
-    kept_HNP: Tensor,
-    chunks: AnchoredChunks,
-    out_nHNP: Tensor,
-) -> None:
-    """Write the states at the captures of the chunks, in one launch.
-
-    Args:
-        k_THN: keys without decays; the others are those of `recur`.
-        out_nHNP: the captured states; its last stride is 1.
-    """
-    (_, H, P), N = written_THP.shape, k_THN.shape[2]
-    sizes = blocks(N, P, CAPTURE_ELEMENTS, least=16)
-    tables = chunks.boundaries_S, chunks.places_S, chunks.capture_chunks_n, chunks.capture_lengths_n
-    capture_kernel(
-        (len(out_nHNP), H, triton.cdiv(P, sizes["BLOCK_P"])),
-        (k_THN, written_THP, cum_TH, kept_HNP, *tables, out_nHNP),
-        H=H,
-        HEADS_PER_KEY=H // k_THN.shape[1],
-        PER_CHANNEL=cum_TH.dim() == 3,
-        N=N,
-        P=P,
-        **sizes,
-        ROWS=ROWS,
-        num_warps=8,
-    )

@@ -73,6 +73,7 @@ def selective_scan(
         states_RCN,
         layout,
         lambda: TimeOrder.of(layout, x_TC.device),
+        layout.num_steps,
     )
     y_TC = torch.addcmul(y_TC, rows_between(x_f, 0, layout.num_tokens), D_C.to(dtype))
     return pad_rows(y_TC.to(x_TC.dtype), layout), final_RCN, captured_nCN
@@ -84,12 +85,18 @@ def _step(
     dt_RC: torch.Tensor,
     B_RN: torch.Tensor,
     C_RN: torch.Tensor,
-    h_RCN: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token for each of R sequences, with the sums of `_scan`."""
+    h_RCN: torch.Tensor | list[tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+    """One token for each of R sequences, with the sums of `_scan`. Of a list of states before and
+    after it writes the latter, with the same bits, and returns outputs alone."""
     decay_RCN = (dt_RC.unsqueeze(-1) * A_CN).exp_()
-    h_RCN = (dtx_RC.unsqueeze(-1) * B_RN.unsqueeze(1)).addcmul_(h_RCN, decay_RCN)
-    return _outputs(C_RN, h_RCN.mT.contiguous()), h_RCN
+    new_RCN = dtx_RC.unsqueeze(-1) * B_RN.unsqueeze(1)
+    if not isinstance(h_RCN, list):
+        new_RCN.addcmul_(h_RCN, decay_RCN)
+        return _outputs(C_RN, new_RCN.mT.contiguous()), new_RCN
+    for (before_CN, h_CN), new_CN, decay_CN in zip(h_RCN, new_RCN, decay_RCN):
+        h_CN.copy_(new_CN.addcmul_(before_CN.to(new_CN.dtype), decay_CN))
+    return _outputs(C_RN, new_RCN.mT.contiguous())
 
 
 def _outputs(C_TN: torch.Tensor, h_TNC: torch.Tensor) -> torch.Tensor:

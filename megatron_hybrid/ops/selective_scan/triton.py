@@ -21,6 +21,7 @@ from megatron_hybrid.ops.kernels import SequenceTable
 from megatron_hybrid.ops.launch import Kernel
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates
+from megatron_hybrid.ops.steps import Steps
 
 ELEMENTS = 1024
 """Elements of a state in one program: 8 of each thread."""
@@ -40,9 +41,12 @@ OF_A_CALL = [
     "y_ptr",
     "out_ptr",
     "slots_ptr",
-    "boundaries_ptr",
+    "rows_ptr",
     "offsets_ptr",
     "captures_ptr",
+    "num_sequences",
+    "num_rows",
+    "num_steps",
     "stride_x_row",
     "stride_dt_row",
     "stride_B_row",
@@ -69,9 +73,12 @@ def scan_kernel(
     slots_ptr,
     y_ptr,
     out_ptr,
-    boundaries_ptr,
+    rows_ptr,
     offsets_ptr,
     captures_ptr,
+    num_sequences,
+    num_rows,
+    num_steps,
     stride_x_row,
     stride_x_channel,
     stride_dt_row,
@@ -95,13 +102,19 @@ def scan_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Some channels of one sequence: h = exp(dt A) h + dt x B^T, y = h C + D x, token by token."""
+    """Some channels of one sequence: h = exp(dt A) h + dt x B^T, y = h C + D x, token by token.
+    Zeros in the rows after all sequences."""
     sequence = tl.program_id(0)
-    row = tl.load(boundaries_ptr + sequence).to(tl.int64)
-    end = tl.load(boundaries_ptr + sequence + 1).to(tl.int64)
-    slot = tl.load(slots_ptr + sequence).to(tl.int64)
+    row = tl.load(rows_ptr + sequence).to(tl.int64)
     c, s = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_N)
     own, used = c < CHANNELS, s < N
+    y_ptrs = y_ptr + c * stride_y_channel
+    if sequence >= num_sequences:
+        for t in range(row, num_rows):
+            tl.store(y_ptrs + t * stride_y_row, tl.zeros((BLOCK_C,), tl.float32), mask=own)
+        return
+    end = tl.load(rows_ptr + sequence + 1).to(tl.int64)
+    slot = tl.load(slots_ptr + sequence).to(tl.int64)
     inside = own[:, None] & used[None, :]
     A_ptrs = A_ptr + c[:, None] * stride_A_channel + s[None, :] * stride_A_state
     A = tl.load(A_ptrs, mask=inside, other=0.0).to(tl.float32)
@@ -119,7 +132,9 @@ def scan_kernel(
         h = tl.exp(dt[:, None] * A) * h + (dt * x)[:, None] * B.to(tl.float32)[None, :]
         y = tl.sum(h * C.to(tl.float32)[None, :], axis=1)
         y += tl.load(D_ptr + c, mask=own, other=0.0).to(tl.float32) * x
-        tl.store(y_ptr + t * stride_y_row + c * stride_y_channel, y, mask=own)
+        tl.store(y_ptrs + t * stride_y_row, y, mask=own)
+        if sequence < num_steps:  # the next token begins with what a call of its own would find
+            h = h.to(pool_ptr.dtype.element_ty).to(tl.float32)
         if t + 1 == wanted:
             out_ptrs = out_ptr + tl.cast(capture, tl.int64) * stride_out_capture
             out_ptrs += c[:, None] * stride_out_channel + s[None, :] * stride_out_state
@@ -241,19 +256,13 @@ def run(
     channels, N = A_CN.shape
     if states is None:
         states = SlotStates.zeros(layout.num_sequences, (channels, N), x_TC.device)
-    table = SequenceTable.of(layout, x_TC.device)
     y_TC = torch.empty_like(x_TC)
-    y_TC[layout.num_tokens :] = 0
-    # Without captures nothing is written there.
-    out_n = states.captured_n if layout.captures else states.pool_S
+    steps = Steps.of(states, layout, 1, y_TC)
     form = _form(channels, N)
-    inputs, tables = (
-        (x_TC, dt_TC, A_CN, B_TN, C_TN, D_C, states.pool_S, states.slot_ids_R),
-        (table.boundaries, table.capture_offsets, table.captures),
-    )
     scan_kernel(
-        (layout.num_sequences, triton.cdiv(channels, form["BLOCK_C"])),
-        (*inputs, y_TC, out_n, *tables),
+        (steps.num_programs, triton.cdiv(channels, form["BLOCK_C"])),
+        (x_TC, dt_TC, A_CN, B_TN, C_TN, D_C, *steps.tensors()),
+        (steps.num_sequences, steps.num_rows, layout.num_steps),
         **form,
     )
     return y_TC

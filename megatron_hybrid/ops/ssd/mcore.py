@@ -35,8 +35,9 @@ from megatron_hybrid.ops.kernels import (
 )
 from megatron_hybrid.ops.launch import checked
 from megatron_hybrid.ops.ragged import RaggedLayout
-from megatron_hybrid.ops.slot_states import SlotStates, capture_steps, step_rows
-from megatron_hybrid.ops.ssd.triton import capture, step
+from megatron_hybrid.ops.slot_states import SlotStates
+from megatron_hybrid.ops.ssd.triton import run_steps
+from megatron_hybrid.ops.steps import Steps
 
 REMARKS = [
     remark
@@ -67,11 +68,13 @@ _outputs = checked(_chunk_scan_fwd, x=3, C=3, out=3, D=1)
 
 
 def verify(x_THP: Tensor, *others: Any) -> str | None:
-    _, _, B_TGN, C_TGN, *_, chunk_size = others
+    _, _, B_TGN, C_TGN, _, states, *_, chunk_size = others
     if (refusal := tf32_refusal(x_THP, B_TGN, C_TGN)) is not None:
         return refusal
-    if chunk_size < 16 or chunk_size & (chunk_size - 1):
-        return f"chunk_size is {chunk_size}; it takes powers of two from 16"
+    if states is not None and states.pool_S.stride(-1) != 1:
+        return f"states have the strides {states.pool_S.stride()}; it takes rows of neighbours"
+    if 1 < chunk_size < 16 or chunk_size & (chunk_size - 1):
+        return f"chunk_size is {chunk_size}; it takes 1 and powers of two from 16"
     return None
 
 
@@ -89,17 +92,17 @@ def run(
     (_, H, P), N = x_THP.shape, B_TGN.shape[2]
     if states is None:
         states = SlotStates.zeros(layout.num_sequences, (H, P, N), x_THP.device)
-    inputs = (x_THP, dt_TH, B_TGN, C_TGN)
-    A_H, y_THP = A_H.float(), torch.empty_like(x_THP)
-    steps, tokens = layout.num_steps, layout.num_tokens
-    if steps:
-        rows = step_rows(layout)
-        x, dt, B, C = (t[:rows] for t in inputs)
-        step(x, dt, A_H, B, C, D_H, states.pool_S, states.slot_ids_R[:steps], y_THP[:rows])
-        capture_steps(states, layout)
-    if steps < layout.num_sequences:
-        rest = [aligned_rows(t[steps:tokens]) for t in inputs]
-        _scan(rest, A_H, D_H, states, layout, chunk_size, y_THP[steps:tokens])
+    x_THP, B_TGN, C_TGN = (
+        t if t.stride(-1) == 1 else t.contiguous() for t in (x_THP, B_TGN, C_TGN)
+    )
+    A_H, y_THP = A_H.float(), x_THP.new_empty(x_THP.shape)
+    steps = Steps.of(states, layout, chunk_size, y_THP)
+    if steps.num_sequences:
+        run_steps(x_THP, dt_TH, A_H, B_TGN, C_TGN, D_H, steps)
+    if steps.num_sequences < layout.num_sequences:
+        first, tokens = layout.num_step_tokens, layout.num_tokens
+        rest = [aligned_rows(t[first:tokens]) for t in (x_THP, dt_TH, B_TGN, C_TGN)]
+        _scan(rest, A_H, D_H, states, layout, chunk_size, y_THP[first:tokens])
         y_THP[tokens:] = 0
     return y_THP
 
@@ -133,7 +136,7 @@ def _scan(
     y_THP: Tensor,
 ) -> None:
     """All other sequences, in chunks; writes outputs, final states and captures."""
-    x_THP, dt_TH, B_TGN, C_TGN = (t if t.stride(-1) == 1 else t.contiguous() for t in inputs)
+    x_THP, dt_TH, B_TGN, C_TGN = inputs
     chunks = AnchoredChunks.of(layout, chunk_size, x_THP.device)
     bounds, owners = chunks.boundaries_S, chunks.sequences_S
     slots_R = states.slot_ids_R[layout.num_steps :]
@@ -163,6 +166,13 @@ def _scan(
         initial_states=initial_RHPN,
     )
     states.pool_S[slots_R] = ends_SHPN[chunks.last_chunks_R].to(states.pool_S.dtype)
-    if num := len(chunks.capture_chunks_n):
-        out_n = states.captured_n[-num:]
-        capture(x_THP, B_TGN, dt_HSL, cum_HSL, ends_SHPN, initial_RHPN, chunks, out_n)
+    if num := len(chunks.capture_places_n):
+        owners, chunk = chunks.place_sequences[:, None, None, None], chunks.place_chunks
+        starts = torch.where(
+            owners < 0,
+            ends_SHPN.index_select(0, (chunk - 1).clamp(min=0)),
+            initial_RHPN.index_select(0, chunks.place_sequences.clamp(min=0)),
+        )
+        inner = Steps.inside(chunks, starts)
+        run_steps(x_THP, dt_TH, A_H, B_TGN, C_TGN, D_H, inner)
+        states.captured_n[-num:] = inner.pool_S

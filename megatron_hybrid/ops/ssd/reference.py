@@ -62,7 +62,7 @@ def ssd_scan(
         states_RHPN,
         layout,
         lambda: ChunkGrid.of(layout, chunk_size if chunk_size > 1 else 64, x_THP.device),
-        by_token=chunk_size == 1,
+        layout.num_sequences if chunk_size == 1 else layout.num_steps,
     )
     x_f = rows_between(x_f, 0, layout.num_tokens)
     y_THP = torch.addcmul(y_THP, x_f, D_H.to(dtype).unsqueeze(-1))
@@ -74,10 +74,10 @@ def _step(
     g_RH: torch.Tensor,
     B_RGN: torch.Tensor,
     C_RGN: torch.Tensor,
-    S_RHPN: torch.Tensor | list[torch.Tensor],
+    S_RHPN: torch.Tensor | list[tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
-    """One token for each of R sequences: the plain recurrence. Changes a list of states, with the
-    same bits, and returns outputs alone."""
+    """One token for each of R sequences: the plain recurrence. Of a list of states before and after
+    it writes the latter, with the same bits, and returns outputs alone."""
     heads_per_group = dtx_RHP.shape[1] // B_RGN.shape[1]
     B_RH1N, C_RH1N = (
         t.repeat_interleave(heads_per_group, dim=1).unsqueeze(2) for t in (B_RGN, C_RGN)
@@ -89,9 +89,15 @@ def _step(
         return (C_RH1N @ S_RHPN.mT).squeeze(2), S_RHPN
     y_RH1P = torch.empty_like(dtx_RHP).unsqueeze(2)
     rows = (decay_RH11, dtx_RHP1, B_RH1N, C_RH1N, y_RH1P)
-    for S_HPN, decay_H11, dtx_HP1, B_H1N, C_H1N, y_H1P in zip(S_RHPN, *(t.unbind() for t in rows)):
-        S_HPN.mul_(decay_H11).addcmul_(dtx_HP1, B_H1N)
-        torch.bmm(C_H1N, S_HPN.mT, out=y_H1P)
+    is_rounded = S_RHPN[0][1].dtype != dtx_RHP.dtype
+    for (before_HPN, S_HPN), decay_H11, dtx_HP1, B_H1N, C_H1N, y_H1P in zip(
+        S_RHPN, *(t.unbind() for t in rows)
+    ):
+        out = None if is_rounded else S_HPN
+        new_HPN = torch.mul(before_HPN, decay_H11, out=out).addcmul_(dtx_HP1, B_H1N)
+        torch.bmm(C_H1N, new_HPN.mT, out=y_H1P)
+        if is_rounded:
+            S_HPN.copy_(new_HPN)
     return y_RH1P.squeeze(2)
 
 

@@ -45,8 +45,6 @@ def expected_inputs(plan: StepPlan, block: int) -> dict[str, list]:
         "write_pages": [column + padding for column in pages],
         "write_rows": [position % block for _, position in rows] + padding,
         "slots": [work.slot for work in works],
-        "live_slots": [work.slot for work in works],
-        "first_slots": [work.slot for work in works],
         "first_rows": [end - len(work.tokens) for work, end in zip(works, ends)],
         "last_rows": [end - 1 for end in ends],
         "capture_rows": captures,

@@ -30,7 +30,7 @@ def test_chunks_are_those_of_the_grid(layout, chunk_size):
     ]
     assert chunks.whole_S2.tolist() == [[chunk, 0] for chunk in range(len(owners))]
     # The grid's rows of a chunk that hold tokens, counted.
-    rows = torch.ones(layout.num_tokens - layout.num_steps)
+    rows = torch.ones(layout.num_tokens - layout.num_step_tokens)
     assert lengths.tolist() == grid.pad(rows).sum(1).tolist()
 
 
@@ -40,14 +40,18 @@ def test_a_capture_is_so_many_rows_of_a_chunk(layout, chunk_size):
     if layout.num_steps == layout.num_sequences:
         return
     chunks = AnchoredChunks.of(layout, chunk_size, CPU)
-    counts = [count for count in layout.captures if count > layout.num_steps]
-    first_rows = chunks.boundaries_S[chunks.capture_chunks_n.long()]
-    found = layout.num_steps + first_rows + chunks.capture_lengths_n
-    assert found.tolist() == counts
-    sizes = chunks.boundaries_S.diff()[chunks.capture_chunks_n.long()]
-    assert ((chunks.capture_lengths_n >= 1) & (chunks.capture_lengths_n <= sizes)).all()
+    counts = [count for count in layout.captures if count > layout.num_step_tokens]
+    tokens = layout.num_step_tokens
+    rows, places = chunks.capture_rows_n2, chunks.place_chunks[chunks.capture_places_n]
+    assert (tokens + rows[:, 1]).tolist() == counts
+    assert torch.equal(rows[:, 0], chunks.boundaries_S[places])
+    sizes = chunks.boundaries_S.diff()[places]
+    assert ((rows[:, 1] > rows[:, 0]) & (rows[:, 1] <= rows[:, 0] + sizes)).all()
     # The chunks with captures have numbers from 0, the others have none.
-    places = chunks.places_S.tolist()
-    with_captures = set(chunks.capture_chunks_n.tolist())
-    assert {chunk for chunk, place in enumerate(places) if place >= 0} == with_captures
-    assert sorted(place for place in places if place >= 0) == list(range(chunks.num_places))
+    numbers = dict(zip(chunks.place_chunks.tolist(), range(len(chunks.place_chunks))))
+    assert chunks.places_S.tolist() == [
+        numbers.get(chunk, -1) for chunk in range(len(chunks.sequences_S))
+    ]
+    firsts = chunks.first_chunks_R.tolist()[:-1]
+    owners = [firsts.index(chunk) if chunk in firsts else -1 for chunk in numbers]
+    assert chunks.place_sequences.tolist() == owners

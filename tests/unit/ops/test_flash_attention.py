@@ -64,15 +64,16 @@ def test_prefills_read_keys_from_pages_and_leave_short_ones_to_the_kernel(
     def few_alone(*inputs, takes_whole):
         out, layout = reference.paged_attention(*inputs), inputs[4]
         for r, length in enumerate(layout.lengths):
-            if length > flash.FEW_TOKENS and not takes_whole:
+            if length > 16 and r >= layout.num_decodes and not takes_whole:
                 out[layout.cu_seqlens[r] : layout.cu_seqlens[r + 1]] = math.nan
         return out
 
     monkeypatch.setattr(attention, "triton", SimpleNamespace(run=few_alone), raising=False)
     wheel = SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", wheel)
-    for lengths, starts in (((1, 40, 9, 30, 17), (70, 0, 33, 59, 60)), ((1, 1), (7, 90))):
-        layout, generator = RaggedLayout(lengths, starts), seeded(1)
+    mixed = (1, 40, 9, 30, 17), (70, 0, 33, 59, 60)
+    for lengths, starts, decodes in ((*mixed, 0), (*mixed, 2), ((1, 1), (7, 90), 0)):
+        layout, generator = RaggedLayout(lengths, starts, num_decodes=decodes), seeded(1)
         q, keys, values = paged_case(layout, 2, generator, 8)
         sinks = randn(generator, 4) if with_sinks else None
         pool = Pool(keys, values, 16, generator, torch.float64, columns=2, by_row=by_row)

@@ -22,9 +22,11 @@ def test_derived_numbers():
     assert layout.sequence_ids("cpu").tolist() == [0, 1, 2, 2, 2, 2, 2, 3]
 
 
-def test_only_leading_single_tokens_are_steps():
+def test_only_decodes_and_leading_single_tokens_are_steps():
     assert RaggedLayout((1, 1, 1), (0, 0, 0)).num_steps == 3
     assert RaggedLayout((2, 1, 1), (0, 0, 0)).num_steps == 0
+    layout = RaggedLayout((1, 3, 1, 2), (0, 0, 0, 0), num_decodes=2)
+    assert (layout.num_singles, layout.num_steps, layout.num_step_tokens) == (1, 3, 5)
 
 
 def test_lists_become_tuples_and_equal_layouts_are_equal():
@@ -43,8 +45,7 @@ def test_lists_become_tuples_and_equal_layouts_are_equal():
         (((2,), (0,), (0,)), "captures holds 0 after 0"),
         (((4,), (0,), (2, 2)), "captures holds 2 after 2"),
         (((4,), (0,), (3, 1)), "captures holds 1 after 3"),
-        (((1, 1), (0, 1), (), 0, None, (0, 2)), "sequence 1 of depth 2 has 1 tokens"),
-        (((1, 2), (0, 1), (), 0, None, (0, 1)), "sequence 1 of depth 1 has 2 tokens"),
+        (((1, 2), (0, 1), (), 0, None, 3), "num_decodes is 3, of 2 sequences"),
         (((4,), (0,), (5,)), r"captures holds 5 .* in 1\.\.4"),
     ],
 )

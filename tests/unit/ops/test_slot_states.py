@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from recurrences import CONV, GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, SELECTIVE_SCAN, SSD, seeded
+from recurrences import CONVS, assert_bits_of_calls_of_their_own
+from recurrences import OPS as OPS_WITH_STATES
 
 from megatron_hybrid import ops
 from megatron_hybrid.ops import RaggedLayout, SlotStates, slot_states
@@ -51,24 +52,25 @@ def pool_of(generator, shape, dtype=torch.float32):
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("sizes", [(4, 2, 16, 64), (2, 1, 5, 6), (3, 3, 130, 32), (1, 1, 64, 1)])
 @pytest.mark.parametrize("num_padding", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
 def test_steps_in_place_have_the_bits_of_steps_on_gathered_states(
-    monkeypatch, name, sizes, num_padding
+    monkeypatch, name, sizes, num_padding, dtype
 ):
     make, shape_of = OPS[name]
     generator = torch.Generator().manual_seed(sum(sizes))
     shape = shape_of(sizes[0], *sizes[2:])
     layout = RaggedLayout((1,) * 7, tuple(range(7)), (2, 3, 7), num_padding)
     inputs = make(generator, layout.num_rows, *sizes)
-    _, gathered = pool_of(generator, shape)
-    slots, in_place = pool_of(generator, shape)
+    _, gathered = pool_of(generator, shape, dtype)
+    slots, in_place = pool_of(generator, shape, dtype)
     around = slots.clone()
     in_place.copy_(gathered)
     ids = torch.randperm(SLOTS, generator=generator)[:7]
     idle = torch.tensor(sorted({*range(SLOTS)} - {*ids.tolist()}))
 
     def run(pool):
-        captured = torch.empty(3, *shape)
+        captured = torch.empty(3, *shape, dtype=dtype)
         ys = [getattr(ops, name)(*inputs, SlotStates(pool, ids, captured), layout)]
         ys.append(getattr(ops, name)(*inputs, SlotStates(pool, ids, captured), layout))
         return *ys, captured, pool.clone()
@@ -89,15 +91,12 @@ def test_steps_in_place_have_the_bits_of_steps_on_gathered_states(
 
 
 def test_steps_are_in_place_only_where_nothing_else_can_tell():
-    def are_in_place(dtype=torch.float32, x=torch.float32, lengths=(1, 1), **fields):
-        layout = RaggedLayout(lengths, (5, 6), **fields)
-        states = SlotStates(torch.zeros(3, 2, 2, 2, dtype=dtype), torch.tensor([2, 0]))
-        return slot_states._are_steps_in_place((torch.zeros(2, 2, 2, dtype=x),), states, layout)
+    def are_in_place(**fields):
+        states = SlotStates(torch.zeros(3, 2, 2, 2), torch.tensor([2, 0]))
+        return slot_states._are_steps_in_place(states, RaggedLayout((1, 1), (5, 6), **fields))
 
     with torch.no_grad():
-        assert are_in_place() and are_in_place(x=torch.bfloat16)
-        assert not are_in_place(dtype=torch.bfloat16)
-        assert not are_in_place(x=torch.float64)
+        assert are_in_place()
         assert not are_in_place(starts=torch.tensor([5, 6], dtype=torch.int32))
     assert not are_in_place()  # a graph of gradients may need the states before
 
@@ -115,44 +114,14 @@ def test_states_that_share_memory_are_refused(place):
         ops.ssd_scan(*make(generator, 5, 2, 1, 4, 4), states, layout)
 
 
-ALL = (SSD, SELECTIVE_SCAN, GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, CONV)
-
-
-@pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", OPS_WITH_STATES, ids=lambda op: op.name)
+@pytest.mark.parametrize("lengths", [(1, 4, 2), (1, 4, 2, 9), (1, 1, 5, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
-def test_sequences_that_continue_each_other_have_the_bits_of_calls_of_their_own(op):
-    """Also beside a prefill, and with a state captured behind each."""
-    slots, starts = (4, 7, 7, 7, 7, 2, 2, 0), (5, 17, 18, 19, 20, 3, 4, 40)
-    lengths, depths = (1,) * 7 + (9,), (0, 0, 1, 2, 3, 0, 1, 0)
-    captures = (2, 3, 4, 6, 11)
-    layout = RaggedLayout(lengths, starts, captures, num_padding=3, depths=depths)
-    generator = seeded(0)
-    inputs, parameters = op.inputs(layout.num_rows, generator), op.parameters(generator)
-    pool = torch.randn(SLOTS, *op.state_shape, generator=generator)
-    expected_pool, expected_y = pool.clone(), []
-
-    def call(rows, pool, slots, layout, captured=None):
-        i, p = [each[rows] for each in inputs], parameters
-        if op in (SSD, SELECTIVE_SCAN):
-            i = [*i[:2], p[0], *i[2:], p[1]]
-        elif op is CONV:
-            i = [*i, *p]
-        states = SlotStates(pool, torch.tensor(slots), captured)
-        return getattr(ops, op.name)(*i, states, layout)
-
-    captured = torch.empty(len(captures), *op.state_shape)
-    y = call(slice(None), pool, slots, layout, captured)
-    assert not y[16:].any()
-    expected_captured = torch.empty_like(captured)
-    for r, (slot, start, length) in enumerate(zip(slots, starts, lengths)):
-        first = layout.cu_seqlens[r]
-        own = [i for i, owner in enumerate(layout.capture_sequences) if owner == r]
-        counts = tuple(captures[i] - first for i in own)
-        part = expected_captured[own]
-        alone = RaggedLayout((length,), (start,), counts)
-        rows = slice(first, first + length)
-        expected_y.append(call(rows, expected_pool, (slot,), alone, part if own else None))
-        expected_captured[own] = part
-    assert torch.equal(y[:16], torch.cat(expected_y))
-    assert torch.equal(pool, expected_pool)
-    assert torch.equal(captured, expected_captured)
+def test_tokens_of_decodes_have_the_bits_of_calls_of_their_own(op, lengths, dtype):
+    """Also next to a prefill, with states captured after them, and rounded ones."""
+    decodes = sum(length < 9 for length in lengths)
+    captures = tuple(count for count in range(2, sum(lengths)) if count != 5)
+    layout = RaggedLayout(lengths, (5, 17, 3, 40)[: len(lengths)], captures, 3, None, decodes)
+    dtype = torch.float32 if op in CONVS else dtype  # whose tails are in the dtype of its inputs
+    assert_bits_of_calls_of_their_own(op, layout, dtype)
