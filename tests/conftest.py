@@ -1,6 +1,8 @@
 """Set-up of every test run."""
 
+import asyncio
 import gc
+import inspect
 import os
 
 # Threads that wait leave the core to others, on which tests may run beside this one.
@@ -30,6 +32,15 @@ def pytest_ignore_collect(collection_path, config):
         return None
     inside = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
     return None if any(b"pytest.mark.gpu" in path.read_bytes() for path in inside) else True
+
+
+def pytest_pyfunc_call(pyfuncitem):
+    """A test that is a coroutine runs in a loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 def pytest_collection_finish():

@@ -142,8 +142,9 @@ def test_a_template_has_variables_and_may_begin_in_reasoning(call, set_template)
     assert call.generated(RESPONSE, **given)["output"][0]["type"] == "reasoning"
 
 
-def test_a_field_of_another_route_may_ask_for_nothing(call):
+def test_a_field_of_another_route_may_ask_for_nothing_or_the_same(call):
     call.generated(COMPLETION, tools=[], parallel_tool_calls=True, max_completion_tokens=None)
+    call.generated(RESPONSE, max_tokens=2, max_completion_tokens=2)
 
 
 @pytest.mark.parametrize("budget", [0, 3])
@@ -304,16 +305,10 @@ def test_a_refusal_says_which_methods_and_spans_there_are(call):
         assert (answer.status_code, error["param"]) == (400, "seconds"), error
 
 
-def test_one_limit_of_a_response_may_have_several_names(call):
-    call.generated(RESPONSE, max_tokens=2, max_completion_tokens=2)
-    assert call.refused(RESPONSE, max_tokens=3)["param"] == "max_tokens"
-
-
 @ROUTES
 def test_a_seed_is_any_int64(call, route):
     for seed in (-(1 << 63), -1, (1 << 63) - 1):
         call.generated(route, seed=seed)
-    assert call.refused(route, seed=1 << 64)["param"] == "seed"
 
 
 @ROUTES
@@ -364,6 +359,11 @@ GUIDES = ({"structural_tag": {}}, {"json": ""}, {"choice": []}, {"regex": ""}, {
 OF_ALL_ROUTES = [
     *(("thinking_token_budget", budget) for budget in (5, -2, 0.6)),  # there is no reasoning
     *(("structured_outputs", wanted) for wanted in GUIDES),
+    *(("bad_words", words) for words in ([""], ["a"] * 65)),
+    *(("allowed_token_ids", wanted) for wanted in ([], [10**6])),  # nothing is not all
+    ("top_k", -2),
+    ("num_speculative_tokens", -1),
+    ("seed", 1 << 64),
 ]
 
 
@@ -397,6 +397,7 @@ OF_ALL_ROUTES = [
         (COMPLETION, {"guided_json": {}}, "guided_json", "use structured_outputs, with one of"),
         (COMPLETION, {"max_completion_tokens": 5}, "max_completion_tokens", "use max_tokens"),
         (RESPONSE, {"max_new_tokens": 5}, "max_new_tokens", "use max_output_tokens"),
+        (RESPONSE, {"max_tokens": 3}, "max_tokens", ""),
         (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", ""),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", ""),
         *((route, {name: v}, name, "") for name, v in OF_ALL_ROUTES for route in BODIES),
@@ -420,12 +421,6 @@ def test_a_guide_that_becomes_too_complex_is_refused_however_late(call, begun):
     error = whole.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", "response_format")
     assert "too complex to go on" in error["message"] and whole.text in stream.text
-
-
-def test_an_empty_stop_is_none(call):
-    given = {"temperature": 0, "max_tokens": 8}
-    texts = [call.generated(COMPLETION, **given, **more)["choices"] for more in ({}, {"stop": ""})]
-    assert texts[0] == texts[1]
 
 
 def test_the_drawn_token_is_among_those_of_completions_log_probs(call):
@@ -614,7 +609,8 @@ GREEDY = {"temperature": 0, "max_tokens": 8}
 
 def test_the_stop_reason_is_the_string_or_token_that_ended_an_answer(call):
     (plain,) = call.generated(COMPLETION, return_token_ids=True, **GREEDY)["choices"]
-    assert plain["stop_reason"] is None
+    (empty,) = call.generated(COMPLETION, return_token_ids=True, stop="", **GREEDY)["choices"]
+    assert plain["stop_reason"] is None and empty == plain
     token, word = plain["token_ids"][3], plain["text"][4:7]
     for more, reason in (({"stop_token_ids": [token]}, token), ({"stop": [word, "~"]}, word)):
         (found,) = call.generated(COMPLETION, **GREEDY, **more)["choices"]
@@ -712,12 +708,6 @@ def test_a_request_waits_once_the_engine_has_it(call, monkeypatch, stream):
     assert found == [False, True]
 
 
-@pytest.mark.parametrize(("name", "value"), [("top_k", -2), ("allowed_token_ids", [])])
-def test_nothing_is_no_other_name_for_all(call, name, value):
-    for route in (COMPLETION, CHAT):
-        assert call.refused(route, **{name: value})["param"] == name
-
-
 def test_a_stream_echoes_the_prompt(call):
     (whole,) = call.generated(COMPLETION, echo=True, **GREEDY)["choices"]
     chunks = streamed(call, COMPLETION, echo=True, **GREEDY)
@@ -746,8 +736,8 @@ def test_only_allowed_tokens_are_drawn(call, route):
     found = call.generated(route, **given, **more)
     if more:
         assert {*found["choices"][0]["token_ids"]} == {7, 300}
-    for wrong in ({"allowed_token_ids": [10**6]}, {"structured_outputs": {"regex": "a"}}):
-        assert call.refused(route, **{**given, **wrong})["param"] == "allowed_token_ids"
+    refused = call.refused(route, **given, structured_outputs={"regex": "a"})
+    assert refused["param"] == "allowed_token_ids"
 
 
 @ROUTES
@@ -766,8 +756,6 @@ def test_bad_words_are_not_written(call, route):
     others = text(bad_words=words[:2])
     assert not {*words[:2]} & {*re.findall(r"\w+", others)}
     assert text(bad_words=[f"  {word}" for word in words[:2]]) == others
-    for wrong in ({"bad_words": [""]}, {"bad_words": ["a"] * 65}):
-        assert call.refused(route, **wrong)["param"] == "bad_words"
     assert call.refused(route, bad_words=["a"], structured_outputs={"regex": "a"})["param"] == (
         "bad_words"
     )
@@ -781,7 +769,6 @@ def test_a_request_says_how_many_drafts_it_wants(call, route):
         fields_ = fields_.to_chat() if route == RESPONSE else fields_
         params = request_mapping.sampling_params(call.service.tokenizer, fields_, 5)
         assert params.num_speculative_tokens == most
-    assert call.refused(route, num_speculative_tokens=-1)["param"] == "num_speculative_tokens"
 
 
 def test_special_tokens_are_in_the_text_if_wanted(call):
@@ -799,18 +786,14 @@ def test_special_tokens_are_in_the_text_if_wanted(call):
     assert (stopped[0]["text"], stopped[0]["finish_reason"]) == ("", "stop")
 
 
-def test_there_is_always_a_token_to_draw(call):
-    (token,) = call("/tokenize", {"prompt": "a", "add_special_tokens": False}).json()["tokens"]
-    wrong = call.refused(COMPLETION, allowed_token_ids=[token], bad_words=["a"])
-    assert wrong["param"] == "allowed_token_ids"
-
-
-def test_allowed_stop_tokens_need_no_others(call):
+def test_there_is_always_a_token_to_draw_if_only_one_that_stops(call):
     end = call.service.tokenizer.eod
     (found,) = call.generated(COMPLETION, allowed_token_ids=[end])["choices"]
     assert (found["text"], found["finish_reason"]) == ("", "stop")
-    wrong = call.refused(COMPLETION, allowed_token_ids=[end], min_tokens=1)
-    assert wrong["param"] == "allowed_token_ids"
+    (token,) = call("/tokenize", {"prompt": "a", "add_special_tokens": False}).json()["tokens"]
+    for allowed, more in ((token, {"bad_words": ["a"]}), (end, {"min_tokens": 1})):
+        wrong = call.refused(COMPLETION, allowed_token_ids=[allowed], **more)
+        assert wrong["param"] == "allowed_token_ids"
 
 
 def test_a_forced_call_that_is_cut_is_no_content(call):

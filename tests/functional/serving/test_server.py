@@ -51,7 +51,9 @@ def server():
         yield server
 
 
-def call(server, path, body=None, **options):
+def call(server, path, body=None, key=None, **options):
+    if key is not None:
+        options["headers"] = {"Authorization": f"Bearer {key}"}
     if body is None:
         return httpx.get(server.url + path, timeout=LIMIT_S, **options)
     return httpx.post(server.url + path, json=body, timeout=LIMIT_S, **options)
@@ -110,24 +112,24 @@ def test_a_proxy_s_path_and_the_load(server):
     assert call(server, "/v1/nothing").json()["error"]["type"] == "not_found_error"
 
 
-def test_a_body_that_is_no_json_is_refused(server):
-    for kind, text in (("application/json", "read as JSON"), ("text/plain", "send Content-Type")):
-        headers = {"content-type": kind}
-        answer = httpx.post(
-            server.url + "/v1/completions", content=b'{"prompt": ', headers=headers, timeout=LIMIT_S
-        )
-        assert answer.status_code == 400 and text in answer.json()["error"]["message"]
+LARGE = json.dumps({"prompt": "x" * 200_000}).encode()
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_over_the_limit_is_refused(server, chunked):
-    body = json.dumps({"prompt": "x" * 200_000}).encode()
-    content = iter([body[:50_000], body[50_000:]]) if chunked else body
-    headers = {"content-type": "application/json"}
-    answer = httpx.post(
-        server.url + "/v1/completions", content=content, headers=headers, timeout=LIMIT_S
-    )
-    assert answer.status_code == 413 and "100000 bytes" in answer.json()["error"]["message"]
+@pytest.mark.parametrize(
+    ("kind", "parts", "status", "text"),
+    [
+        ("application/json", b'{"prompt": ', 400, "read as JSON"),
+        ("text/plain", b'{"prompt": ', 400, "send Content-Type"),
+        ("application/json", LARGE, 413, "100000 bytes"),
+        ("application/json", (LARGE[:50_000], LARGE[50_000:]), 413, "100000 bytes"),
+    ],
+    ids=["no JSON", "another type", "too large", "too large in chunks"],
+)
+def test_a_body_that_is_no_json_or_over_the_limit_is_refused(server, kind, parts, status, text):
+    headers, content = {"content-type": kind}, parts if isinstance(parts, bytes) else iter(parts)
+    url = server.url + "/v1/completions"
+    answer = httpx.post(url, content=content, headers=headers, timeout=LIMIT_S)
+    assert answer.status_code == status and text in answer.json()["error"]["message"]
 
 
 def test_bodies_of_one_key_that_come_at_a_time_are_bounded(keyed, monkeypatch):
@@ -143,16 +145,14 @@ def test_bodies_of_one_key_that_come_at_a_time_are_bounded(keyed, monkeypatch):
         answer = refused.recv(1000)
         assert answer.startswith(b"HTTP/1.1 429") and b"retry-after: 1" in answer
         for _ in range(20):  # of those that are read none counts any more
-            headers = {"Authorization": "Bearer bob"}
-            answer = call(keyed, "/tokenize", {"prompt": "a" * 900}, headers=headers)
+            answer = call(keyed, "/tokenize", {"prompt": "a" * 900}, "bob")
             assert answer.status_code == 200
 
 
 def connect(server, body):
     """A connection with a request of which nothing is read."""
     body = json.dumps(body).encode()
-    host, port = server.url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)))
+    connection = socket.create_connection(server.address)
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     return connection
@@ -229,8 +229,7 @@ def test_keys_open_the_api_and_have_prefixes_of_their_own(keyed):
     body = {"prompt": "A secret prompt of one tenant alone, " * 4, "max_tokens": 1}
 
     def cached(key, **fields):
-        headers = {"Authorization": f"Bearer {key}"}
-        answer = call(keyed, "/v1/completions", {**body, **fields}, headers=headers)
+        answer = call(keyed, "/v1/completions", {**body, **fields}, key)
         return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     assert call(keyed, "/health").status_code == 200
@@ -242,23 +241,18 @@ def test_keys_open_the_api_and_have_prefixes_of_their_own(keyed):
     assert cached("bob") == 0
     assert cached("alice", cache_salt="other") == 0
     # bob's guess has counted as one that another salt knows: only the operator may know it
-    root = {"Authorization": "Bearer root"}
-    assert call(keyed, "/cache/history", headers=root).json()["lost_tokens_salt"][-1] > 0
+    assert call(keyed, "/cache/history", key="root").json()["lost_tokens_salt"][-1] > 0
     assert 'reason="no_shared_prefix"' in call(keyed, "/metrics").text
     assert 'reason="salt"' not in call(keyed, "/metrics").text
-    reset = [
-        call(keyed, "/cache/reset", {}, headers={"Authorization": f"Bearer {key}"}).status_code
-        for key in ("alice", "root")
-    ]
-    assert reset == [403, 200]
+    for key, status in (("alice", 403), ("root", 200)):
+        assert call(keyed, "/cache/reset", {}, key).status_code == status
 
 
 def test_a_prompt_is_explained_as_a_request_with_the_key_would_find_it(keyed):
     prompt = {"prompt": "A prompt that each key has asked or has not"}
 
     def ask(path, key, **fields):
-        headers = {"Authorization": f"Bearer {key}"}
-        return call(keyed, path, {**prompt, **fields}, headers=headers)
+        return call(keyed, path, {**prompt, **fields}, key)
 
     def skipped(**fields):
         return ask("/cache/explain", "root", **fields).json()["skipped_tokens"]
@@ -282,8 +276,7 @@ def test_a_key_has_only_so_many_requests_at_a_time(keyed, monkeypatch):
     body, statuses = {"prompt": "Once", "max_tokens": 1}, []
     with keyed.service.admission.admitted("other", "alice"):
         for key in ("alice", "bob"):
-            headers = {"Authorization": f"Bearer {key}"}
-            answer = call(keyed, "/v1/completions", body, headers=headers)
+            answer = call(keyed, "/v1/completions", body, key)
             statuses.append((answer.status_code, answer.headers.get("retry-after")))
     assert statuses == [(429, "1"), (200, None)]
 
@@ -355,13 +348,11 @@ def test_headers_and_bodies_that_do_not_arrive_in_time_are_dropped(server, monke
 )
 def test_headers_of_more_than_a_proxy_s_are_refused(server, sent):
     start = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-    with socket.create_connection(server.address, timeout=LIMIT_S) as connection:
-        connection.sendall(start + sent + b"\r\n")
-        assert connection.recv(1000).startswith(b"HTTP/1.1 431")
     path = b"GET /" + b"a" * (64 << 10) + b" HTTP/1.1\r\n\r\n"
-    with socket.create_connection(server.address, timeout=LIMIT_S) as connection:
-        connection.sendall(path)
-        assert connection.recv(1000).startswith(b"HTTP/1.1 431")
+    for each in (start + sent + b"\r\n", path):
+        with socket.create_connection(server.address, timeout=LIMIT_S) as connection:
+            connection.sendall(each)
+            assert connection.recv(1000).startswith(b"HTTP/1.1 431")
     assert received(server, start + b"Connection: close\r\n" + b"A: b\r\n" * 126 + b"\r\n") != b""
 
 

@@ -20,7 +20,6 @@ from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.tools.replay.ours import Ours
 
 WINDOW = CacheSpec(16, (FULL, KVGroup(2, 64, window=32)), state_bytes=4000, hidden_bytes=64)
-TWO_GROUPS = CacheSpec(16, (FULL, KVGroup(6, 64)), state_bytes=4000, hidden_bytes=64)
 
 
 def simulator(spec=HYBRID, num_pages=400, mode="restore"):

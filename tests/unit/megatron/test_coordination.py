@@ -83,82 +83,72 @@ if compat.HAVE_COORDINATOR:  # 0.16 has another one
             assert engine.state is (EngineState.PAUSED if state is EngineState.RESUMED else state)
 
     @pytest.mark.parametrize("num_engines", [1, 2])
-    def test_a_client_is_answered_and_changes_states(num_engines):
-        async def run():
-            async with coordinated(num_engines) as (client, engines):
-                assert all(engine.use_coordinator for engine in engines)
-                params = greedy_params(4)
-                asked = [client.add_request(prompt, params) for prompt in (*PROMPTS, "Hello")]
-                answers = await asyncio.gather(*asked)
-                for prompt, answer in zip(PROMPTS, answers):
-                    assert is_greedy(tiny_model("M*-"), prompt, answer["generated_tokens"])
-                text = LetterTokenizer().detokenize(answers[-1]["generated_tokens"])
-                assert answers[-1]["generated_text"] == text
-                assert all(engine.engine.num_steps for engine in engines)
-                again = [await client.add_request(prompt, params) for prompt in PROMPTS]
-                assert all(answer["num_cached_tokens"] == 40 for answer in again)
-                client.pause_engines()
-                await all_of(engines, EngineState.PAUSED)
-                waits = client.add_request(PROMPTS[0], params)
-                client.suspend_engines()
-                await all_of(engines, EngineState.SUSPENDED)
-                client.set_generation_epoch(5)
-                client.resume_engines()
-                await all_of(engines, EngineState.RESUMED)
-                assert not waits.done()
-                client.unpause_engines()
-                await all_of(engines, EngineState.RUNNING)
-                answer = await waits
-                assert answer["policy_epoch"] == [[0, 5]] and answer["num_cached_tokens"] == 0
-                with pytest.raises(ValueError, match="PAUSING does not last"):
-                    await engines[0].wait_until(EngineState.PAUSING)
-                with pytest.raises(RuntimeError, match="was called before: make another engine"):
-                    await engines[0].start_listening_to_data_parallel_coordinator()
-
-        asyncio.run(run())
+    async def test_a_client_is_answered_and_changes_states(num_engines):
+        async with coordinated(num_engines) as (client, engines):
+            assert all(engine.use_coordinator for engine in engines)
+            params = greedy_params(4)
+            asked = [client.add_request(prompt, params) for prompt in (*PROMPTS, "Hello")]
+            answers = await asyncio.gather(*asked)
+            for prompt, answer in zip(PROMPTS, answers):
+                assert is_greedy(tiny_model("M*-"), prompt, answer["generated_tokens"])
+            text = LetterTokenizer().detokenize(answers[-1]["generated_tokens"])
+            assert answers[-1]["generated_text"] == text
+            assert all(engine.engine.num_steps for engine in engines)
+            again = [await client.add_request(prompt, params) for prompt in PROMPTS]
+            assert all(answer["num_cached_tokens"] == 40 for answer in again)
+            client.pause_engines()
+            await all_of(engines, EngineState.PAUSED)
+            waits = client.add_request(PROMPTS[0], params)
+            client.suspend_engines()
+            await all_of(engines, EngineState.SUSPENDED)
+            client.set_generation_epoch(5)
+            client.resume_engines()
+            await all_of(engines, EngineState.RESUMED)
+            assert not waits.done()
+            client.unpause_engines()
+            await all_of(engines, EngineState.RUNNING)
+            answer = await waits
+            assert answer["policy_epoch"] == [[0, 5]] and answer["num_cached_tokens"] == 0
+            with pytest.raises(ValueError, match="PAUSING does not last"):
+                await engines[0].wait_until(EngineState.PAUSING)
+            with pytest.raises(RuntimeError, match="was called before: make another engine"):
+                await engines[0].start_listening_to_data_parallel_coordinator()
 
     @pytest.mark.parametrize("leaves", [True, False])
-    def test_requests_of_a_lost_engine_are_answered_by_another(leaves, monkeypatch):
+    async def test_requests_of_a_lost_engine_are_answered_by_another(leaves, monkeypatch):
         """Whether it says that it leaves, as where a rank of it has failed, or is killed."""
         monkeypatch.setattr(module, "_LOOK_SECONDS", 0.05)
+        async with coordinated(2) as (client, engines):
+            asked = [client.add_request(prompt, greedy_params(40)) for prompt in PROMPTS]
+            while not all(engine.requests for engine in engines):
+                await asyncio.sleep(0)
+            lost = engines.pop()._coordination
+            if not leaves:
+                lost._socket.disable_monitor()
+                lost._socket.close(linger=0)
+                lost._socket = None
+            lost.task.cancel()
+            await asyncio.wait([lost.task])
+            for prompt, answer in zip(PROMPTS, await asyncio.gather(*asked)):
+                assert len(answer["generated_tokens"]) == 40
+                assert is_greedy(tiny_model("M*-"), prompt, answer["generated_tokens"])
+            with pytest.raises(RuntimeError, match="has stopped, and does not come to be PAUS"):
+                await lost.wait_until(EngineState.PAUSED)
 
-        async def run():
-            async with coordinated(2) as (client, engines):
-                asked = [client.add_request(prompt, greedy_params(40)) for prompt in PROMPTS]
-                while not all(engine.requests for engine in engines):
-                    await asyncio.sleep(0)
-                lost = engines.pop()._coordination
-                if not leaves:
-                    lost._socket.disable_monitor()
-                    lost._socket.close(linger=0)
-                    lost._socket = None
-                lost.task.cancel()
-                await asyncio.wait([lost.task])
-                for prompt, answer in zip(PROMPTS, await asyncio.gather(*asked)):
-                    assert len(answer["generated_tokens"]) == 40
-                    assert is_greedy(tiny_model("M*-"), prompt, answer["generated_tokens"])
-                with pytest.raises(RuntimeError, match="has stopped, and does not come to be PAUS"):
-                    await lost.wait_until(EngineState.PAUSED)
-
-        asyncio.run(run())
-
-    def test_requests_of_an_engine_whose_loop_dies_get_its_error(monkeypatch):
-        async def run():
-            async with coordinated(1) as (client, engines):
-                engine = engines.pop()
-                asked = [client.add_request(prompt, greedy_params(40)) for prompt in PROMPTS]
-                while not engine.requests:
-                    await asyncio.sleep(0)
-                monkeypatch.setattr(engine, "has_unfinished_requests", lambda: 1 / 0)
-                answers = await asyncio.gather(*asked)
-                answers.append(await client.add_request("later", greedy_params(2)))
-                why = "its engine has ended: ZeroDivisionError: division by zero"
-                for answer in answers:
-                    assert answer["status"] == "FAILED" and why in str(answer["events"])
-                with pytest.raises(ZeroDivisionError):
-                    await engine.engine_loop_task
-
-        asyncio.run(run())
+    async def test_requests_of_an_engine_whose_loop_dies_get_its_error(monkeypatch):
+        async with coordinated(1) as (client, engines):
+            engine = engines.pop()
+            asked = [client.add_request(prompt, greedy_params(40)) for prompt in PROMPTS]
+            while not engine.requests:
+                await asyncio.sleep(0)
+            monkeypatch.setattr(engine, "has_unfinished_requests", lambda: 1 / 0)
+            answers = await asyncio.gather(*asked)
+            answers.append(await client.add_request("later", greedy_params(2)))
+            why = "its engine has ended: ZeroDivisionError: division by zero"
+            for answer in answers:
+                assert answer["status"] == "FAILED" and why in str(answer["events"])
+            with pytest.raises(ZeroDivisionError):
+                await engine.engine_loop_task
 
     class Headers(enum.IntEnum):
         """Those of core 0.20 that engines read and write."""
@@ -241,24 +231,21 @@ if compat.HAVE_COORDINATOR:  # 0.16 has another one
         with pytest.raises(RankFailedError):  # of the end of the context, which stops it
             asyncio.run(run())
 
-    def test_cores_own_requests_are_read_of_replies_failures_too(monkeypatch):
-        async def run():
-            async with coordinated(1, deserialize=True) as (client, (engine,)):
-                empty = await client.add_request([], greedy_params(2))
-                assert isinstance(empty, CoreRequest) and empty.status.name == "FAILED"
-                assert isinstance(empty.events[-2].payload, CoreError)
-                fail_forwards(monkeypatch, engine, 3)
-                failed = await client.add_request(PROMPTS[0], greedy_params(2))
-                message = failed.events[-2].payload.message
-                assert failed.status.name == "FAILED"
-                assert message == "ArithmeticError: the device is broken"
-                params = greedy_params(2, return_prompt_tokens=True)
-                answer = await client.add_request(PROMPTS[0], params)
-                assert answer.status.name == "COMPLETED" and answer.prompt_length == 40
-                assert answer.prompt_tokens.tolist() == PROMPTS[0]
-                assert is_greedy(tiny_model("M*-"), PROMPTS[0], answer.generated_tokens)
-
-        asyncio.run(run())
+    async def test_cores_own_requests_are_read_of_replies_failures_too(monkeypatch):
+        async with coordinated(1, deserialize=True) as (client, (engine,)):
+            empty = await client.add_request([], greedy_params(2))
+            assert isinstance(empty, CoreRequest) and empty.status.name == "FAILED"
+            assert isinstance(empty.events[-2].payload, CoreError)
+            fail_forwards(monkeypatch, engine, 3)
+            failed = await client.add_request(PROMPTS[0], greedy_params(2))
+            message = failed.events[-2].payload.message
+            assert failed.status.name == "FAILED"
+            assert message == "ArithmeticError: the device is broken"
+            params = greedy_params(2, return_prompt_tokens=True)
+            answer = await client.add_request(PROMPTS[0], params)
+            assert answer.status.name == "COMPLETED" and answer.prompt_length == 40
+            assert answer.prompt_tokens.tolist() == PROMPTS[0]
+            assert is_greedy(tiny_model("M*-"), PROMPTS[0], answer.generated_tokens)
 
     def test_an_engine_without_a_tokenizer_is_refused():
         engine = SimpleNamespace(controller=SimpleNamespace(tokenizer=None))

@@ -169,80 +169,70 @@ def test_coroutines_share_one_engine():
         assert is_greedy(tiny_model(), request.prompt_tokens.tolist(), request.generated_tokens)
 
 
-def test_paused_requests_wait_and_cancelled_ones_leave():
-    async def ask() -> None:
-        llm = MegatronAsyncLLM(**arguments())
-        await llm.pause()
-        stays = asyncio.create_task(llm.generate(PROMPT, greedy_params(3)))
-        leaves = asyncio.create_task(llm.generate([PROMPT[:7], PROMPT[:5]], greedy_params(3)))
-        while len(llm.engine.requests) < 3:
-            await asyncio.sleep(0.001)
-        assert not stays.done()
+async def test_paused_requests_wait_and_cancelled_ones_leave():
+    llm = MegatronAsyncLLM(**arguments())
+    await llm.pause()
+    stays = asyncio.create_task(llm.generate(PROMPT, greedy_params(3)))
+    leaves = asyncio.create_task(llm.generate([PROMPT[:7], PROMPT[:5]], greedy_params(3)))
+    while len(llm.engine.requests) < 3:
+        await asyncio.sleep(0.001)
+    assert not stays.done()
+    leaves.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaves
+    await llm.suspend()
+    await llm.resume()
+    await llm.unpause()
+    request = await stays
+    assert is_greedy(tiny_model(), PROMPT, request.generated_tokens)
+    assert not llm.engine.requests
+    await llm.pause()
+    late = asyncio.create_task(llm.generate(PROMPT, greedy_params(3)))
+    while not llm.engine.requests:
+        await asyncio.sleep(0.001)
+    waits = asyncio.create_task(llm.wait_for_shutdown())
+    await llm.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        await late
+    await waits
+
+
+async def test_a_cancelled_task_disturbs_no_other_in_its_last_step(monkeypatch):
+    """Its answer comes while the cancellation is on its way."""
+    async with MegatronAsyncLLM(**arguments()) as llm:
+        entered, leave = threading.Event(), threading.Event()
+        step = llm.engine.step_modern
+
+        def slow():
+            result = step()
+            if result["finished_request_records"]:
+                entered.set()
+                leave.wait(LIMIT_S)
+            return result
+
+        monkeypatch.setattr(llm.engine, "step_modern", slow)
+        leaves = asyncio.create_task(llm.generate(PROMPT[:9], greedy_params(2)))
+        stays = asyncio.create_task(llm.generate(PROMPT, greedy_params(6)))
+        await asyncio.to_thread(entered.wait, LIMIT_S)
         leaves.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaves
-        await llm.suspend()
-        await llm.resume()
-        await llm.unpause()
-        request = await stays
+        leave.set()
+        request = await asyncio.wait_for(stays, LIMIT_S)
         assert is_greedy(tiny_model(), PROMPT, request.generated_tokens)
-        assert not llm.engine.requests
-        await llm.pause()
-        late = asyncio.create_task(llm.generate(PROMPT, greedy_params(3)))
-        while not llm.engine.requests:
-            await asyncio.sleep(0.001)
-        waits = asyncio.create_task(llm.wait_for_shutdown())
-        await llm.shutdown()
-        with pytest.raises(RuntimeError, match="shut down"):
-            await late
-        await waits
-
-    asyncio.run(ask())
 
 
-def test_a_cancelled_task_disturbs_no_other_in_its_last_step(monkeypatch):
-    """Its answer comes while the cancellation is on its way."""
-
-    async def ask() -> None:
-        async with MegatronAsyncLLM(**arguments()) as llm:
-            entered, leave = threading.Event(), threading.Event()
-            step = llm.engine.step_modern
-
-            def slow():
-                result = step()
-                if result["finished_request_records"]:
-                    entered.set()
-                    leave.wait(LIMIT_S)
-                return result
-
-            monkeypatch.setattr(llm.engine, "step_modern", slow)
-            leaves = asyncio.create_task(llm.generate(PROMPT[:9], greedy_params(2)))
-            stays = asyncio.create_task(llm.generate(PROMPT, greedy_params(6)))
-            await asyncio.to_thread(entered.wait, LIMIT_S)
-            leaves.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await leaves
-            leave.set()
-            request = await asyncio.wait_for(stays, LIMIT_S)
-            assert is_greedy(tiny_model(), PROMPT, request.generated_tokens)
-
-    asyncio.run(ask())
-
-
-def test_a_shutdown_whose_caller_gives_up_goes_on():
-    async def ask() -> None:
-        llm = MegatronAsyncLLM(**arguments())
-        blocks = threading.Event()
-        llm._replica.submit(lambda: blocks.wait(LIMIT_S))
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(llm.shutdown(), 0.05)
-        with pytest.raises(RuntimeError):
-            await llm.generate(PROMPT)
-        blocks.set()
-        await asyncio.wait_for(llm.shutdown(), LIMIT_S)
-        await asyncio.wait_for(llm.wait_for_shutdown(), LIMIT_S)
-
-    asyncio.run(ask())
+async def test_a_shutdown_whose_caller_gives_up_goes_on():
+    llm = MegatronAsyncLLM(**arguments())
+    blocks = threading.Event()
+    llm._replica.submit(lambda: blocks.wait(LIMIT_S))
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(llm.shutdown(), 0.05)
+    with pytest.raises(RuntimeError):
+        await llm.generate(PROMPT)
+    blocks.set()
+    await asyncio.wait_for(llm.shutdown(), LIMIT_S)
+    await asyncio.wait_for(llm.wait_for_shutdown(), LIMIT_S)
 
 
 def test_what_the_async_class_does_not_do_is_refused():

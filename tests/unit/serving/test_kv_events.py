@@ -1,6 +1,5 @@
 """KV events: who applies them holds exactly the blocks that the cache can resume."""
 
-import asyncio
 import logging
 import sys
 
@@ -177,29 +176,25 @@ def test_a_mode_in_which_nothing_is_resumed_has_no_events(mode):
         BlockEvents(PrefixCache(SPECS["hybrid"], 90, mode))
 
 
-def test_an_engine_tells_what_its_requests_can_resume_and_forgets_it_with_its_weights():
+async def test_an_engine_tells_what_its_requests_can_resume_and_forgets_it_with_its_weights():
     model = tiny_model("MG*-")
-
-    async def run() -> None:
-        consumer = Consumer()
-        async with AsyncEngine(model, None, tiny_engine(model).config) as engine:
-            events = await engine.watch_cache(BlockEvents)
-            for forget in (engine.clear_cache, engine.update_weights, engine.clear_cache):
-                prompt = random_tokens(100, seed=len(consumer.blocks))
-                result = await engine.generate(prompt, greedy(30), RequestOptions(salt="tenant"))
-                tokens = [*prompt, *result.token_ids]
-                explained = await engine.explain(tokens, salt="tenant")
-                consumer.take(events.take(0))
-                end = explained.match.skipped_tokens // SIZE * SIZE
-                assert end >= 96
-                assert ("tenant", tuple(tokens[:end])) in consumer.prefixes()
-                with torch.no_grad():
-                    next(model.parameters()).add_(0.1)
-                await forget()
-                consumer.take(events.take(0))
-                assert not consumer.blocks
-
-    asyncio.run(run())
+    consumer = Consumer()
+    async with AsyncEngine(model, None, tiny_engine(model).config) as engine:
+        events = await engine.watch_cache(BlockEvents)
+        for forget in (engine.clear_cache, engine.update_weights, engine.clear_cache):
+            prompt = random_tokens(100, seed=len(consumer.blocks))
+            result = await engine.generate(prompt, greedy(30), RequestOptions(salt="tenant"))
+            tokens = [*prompt, *result.token_ids]
+            explained = await engine.explain(tokens, salt="tenant")
+            consumer.take(events.take(0))
+            end = explained.match.skipped_tokens // SIZE * SIZE
+            assert end >= 96
+            assert ("tenant", tuple(tokens[:end])) in consumer.prefixes()
+            with torch.no_grad():
+                next(model.parameters()).add_(0.1)
+            await forget()
+            consumer.take(events.take(0))
+            assert not consumer.blocks
 
 
 @pytest.mark.parametrize(

@@ -127,20 +127,17 @@ with EndSignal() as end:
     assert result.returncode == 1 and "line 5" in result.stderr
 
 
-def test_a_second_signal_ends_the_requests_that_run():
-    async def end():
-        aborted = []
-        running = fake_service(never)
-        running.end_now = lambda: aborted.append(True)
-        server = server_of(running)
-        server._take_signal()
-        assert not server.should_exit and not aborted
-        server._take_signal()
-        assert server.should_exit and aborted and not server.force_exit
-        server._take_signal()
-        assert server.force_exit
-
-    asyncio.run(end())
+async def test_a_second_signal_ends_the_requests_that_run():
+    aborted = []
+    running = fake_service(never)
+    running.end_now = lambda: aborted.append(True)
+    server = server_of(running)
+    server._take_signal()
+    assert not server.should_exit and not aborted
+    server._take_signal()
+    assert server.should_exit and aborted and not server.force_exit
+    server._take_signal()
+    assert server.force_exit
 
 
 def test_a_server_ends_when_a_rank_has_failed(caplog):

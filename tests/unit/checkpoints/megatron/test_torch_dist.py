@@ -172,17 +172,13 @@ def close(actual, expected):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_folder_of_a_stock_model_gives_its_logits(build, run, tmp_path, name):
-    stock = build(name)
-    save_folder(stock, tmp_path, args_of(name))
-    close(logits(mh.load_megatron(tmp_path)), run(stock))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_megatron_core_loads_what_is_written(build, tmp_path, monkeypatch, name):
+def test_a_stock_model_s_folder_gives_its_logits_and_core_loads_what_is_written(
+    build, run, tmp_path, monkeypatch, name
+):
     stock = build(name)
     save_folder(stock, tmp_path / "first", args_of(name))
     model = mh.load_megatron(tmp_path / "first")
+    close(logits(model), run(stock))
     save_megatron(model, tmp_path / "second")
     other = build(name, seed=2)
     with stock_megatron.on_cpu(monkeypatch):

@@ -43,10 +43,6 @@ def cut(text, data):
 
 WEATHER, TIME = ("weather", {"city": "Łódź", "days": 3}), ("time", {})
 JSON = '{"city": "Łódź", "days": 3}'
-XML = (
-    "<tool_call>\n<function=weather>\n<parameter=city>\nŁódź\n</parameter>\n"
-    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
-)
 
 
 # https://cookbook.openai.com/articles/openai-harmony
