@@ -29,10 +29,9 @@ class LetterTokenizer:
         return "".join(chr(token + 32) for token in tokens if token < self.eod)
 
 
-def door_engine(model: torch.nn.Module | None = None, tokenizer=None, **fields):
-    """An engine with the cache in restore mode; `fields` are of InferenceConfig."""
-    model = model or tiny_model()
-    config = InferenceConfig(
+def door_config(**fields) -> InferenceConfig:
+    """The cache in restore mode, and small sizes, unless `fields` say otherwise."""
+    return InferenceConfig(
         **{
             "block_size_tokens": BLOCK,
             "buffer_size_gb": 4 * MIB,
@@ -44,7 +43,12 @@ def door_engine(model: torch.nn.Module | None = None, tokenizer=None, **fields):
             **fields,
         }
     )
-    context = DynamicInferenceContext(model.config, config)
+
+
+def door_engine(model: torch.nn.Module | None = None, tokenizer=None, **fields):
+    """An engine; `fields` are of InferenceConfig."""
+    model = model or tiny_model()
+    context = DynamicInferenceContext(model.config, door_config(**fields))
     controller = TextGenerationController(
         GPTInferenceWrapper(model, context), tokenizer or LetterTokenizer()
     )

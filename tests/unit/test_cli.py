@@ -28,6 +28,7 @@ from megatron_hybrid.utils.field_help import fields_help
 from megatron_hybrid.version import __version__
 
 DOCS = Path(__file__).parents[2] / "docs"
+PROMPT = "some forty characters of a prompt to skip"
 
 
 @pytest.fixture(scope="module")
@@ -40,21 +41,17 @@ def folder(tmp_path_factory):
 
 
 def test_generate_prints_the_text_and_what_was_skipped(folder, capsys):
-    prompt = "some forty characters of a prompt to skip"
-    status = cli.main(
-        ["generate", "--model", folder, "--tokens", "5", "--prompt", prompt, "--prompt", prompt]
-    )
+    arguments = ["generate", "--model", folder, "--tokens", "5"]
+    assert cli.main([*arguments, "--prompt", PROMPT, "--prompt", PROMPT]) == 0
     out, err = capsys.readouterr()
-    assert status == 0
-    assert out.count(prompt) == 2
+    assert out.count(PROMPT) == 2
     first, second = [line for line in err.splitlines() if line.startswith("[")]
     assert "41 prompt tokens, 0 shared, 0 skipped, no_shared_prefix" in first
     assert "41 prompt tokens, 41 shared, 41 skipped;" in second
 
 
 def test_generate_goes_on_with_the_cache_of_another_call(folder, capsys, tmp_path):
-    prompt = "some forty characters of a prompt to skip"
-    arguments = ["generate", "--model", folder, "--tokens", "5", "--prompt", prompt]
+    arguments = ["generate", "--model", folder, "--tokens", "5", "--prompt", PROMPT]
     outputs = []
     for _ in range(2):
         assert cli.main([*arguments, "--cache-dir", str(tmp_path / "cache")]) == 0
@@ -166,19 +163,18 @@ def test_a_conversation_goes_on_after_a_question_that_is_too_long(capsys, monkey
 
 
 def test_explain_after_the_prompts_before_it(folder, capsys):
-    known = "some forty characters of a prompt to skip"
-    arguments = ["explain", "--model", folder, "--prompt", known]
+    arguments = ["explain", "--model", folder, "--prompt", PROMPT]
     assert cli.main(arguments) == 0
     assert capsys.readouterr().out.startswith("0 of 41 prompt tokens are skipped (0.0%)")
-    assert cli.main([*arguments, "--prompt", known + ", and more"]) == 0
+    assert cli.main([*arguments, "--prompt", PROMPT + ", and more"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("41 of 51 prompt tokens are skipped (80.4%), KV of 41 is shared\n")
     assert "stops at 41: what follows is new" in out
 
 
 def test_explain_of_a_saved_cache(folder, capsys, tmp_path):
-    prompt, cache = "some forty characters of a prompt to skip", str(tmp_path / "cache")
-    arguments = ["--model", folder, "--prompt", prompt, "--cache-dir", cache]
+    cache = str(tmp_path / "cache")
+    arguments = ["--model", folder, "--prompt", PROMPT, "--cache-dir", cache]
     assert cli.main(["explain", *arguments]) == 2
     assert f"--cache-dir {cache} is no folder" in capsys.readouterr().err
     assert not (tmp_path / "cache").exists()
@@ -291,17 +287,6 @@ def test_convert_says_what_is_wrong(folder, capsys, tmp_path):
     assert capsys.readouterr().out == f"wrote {tmp_path / 'copy'}\n"
     assert cli.main(["convert", str(tmp_path / "copy"), str(tmp_path / "copy")]) == 2
     assert "is not empty" in capsys.readouterr().err
-    assert cli.main(["convert", folder, str(tmp_path / "hf"), "--to", "huggingface"]) == 2
-    assert "has no huggingface_config" in capsys.readouterr().err
-    assert not (tmp_path / "hf").exists()
-
-
-def test_overrides_of_a_recipe_may_stand_before_and_behind_an_option(tmp_path, capsys):
-    before, behind = ["train", "laptop", "run.steps=many"], ["--folder", str(tmp_path)]
-    assert cli.main([*before, *behind, "run.steps=3", "run.stesp=4"]) == 2
-    assert "run has no field 'stesp'" in capsys.readouterr().err
-    assert cli.main([*before, *behind]) == 2
-    assert "steps is 'many'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -323,11 +308,23 @@ def test_errors_are_one_line_and_where_help_is(known, unknown, capsys):
         (["chat", "demo", "--tokens", "0"], "argument --tokens: '0': give a whole number from 1"),
         (["quantize", "demo", "q", "--to", "int4", "--text", __file__, "--tokens", "1"], "least 2"),
         (["quantize", "demo", "q", "--to", "int4", "--device", "cpu"], "which needs --text FILE"),
+        (["quantize", "none", "x", "--to", "fp8"], "not a folder"),
         (["serve", "--otlp-traces-endpoint", "x"], "otlp_traces_endpoint is 'x'; give a URL"),
         (["serve", "--root-path", "llm"], "root_path is 'llm'; it must begin with a /"),
         (["preprocess", "x", "--tokenizer", "demo", "--train-on", "last"], "add --chat"),
         (["bench-serve", "http://127.0.0.1:8000"], "give a file, and the URL as --base-url"),
+        (["bench-serve", "x", "--request-rate", "0"], "'0': give requests a second"),
+        (["bench-serve", "x", "--request-rate", "soon"], "a second, inf or the word recorded"),
+        (["bench-serve", "x", "--max-concurrency", "0"], "'0': give a whole number from 1 on"),
+        (["bench-serve", "x", "--json", "no/x.json"], "there is no such folder; make it first"),
+        (["bench-serve", "x", "--json", "."], "is a folder: give the name"),
         (["train", "demo", "--folder", "a/b"], "train.idx does not exist"),
+        (["train", "laptop", "run.steps=many", "--folder", "a"], "steps is 'many'"),
+        (
+            ["train", "laptop", "run.steps=x", "--folder", "a", "run.steps=3", "run.x=4"],
+            "field 'x'",
+        ),
+        (["convert", "demo", "hf", "--to", "huggingface"], "has no huggingface_config"),
         (["plan", "demo"], "give --memory GB or --device NAME"),
         (["plan", "demo", "--device", "abacus"], "--device is 'abacus'; use one of ['a100', 'b2"),
         (["plan", "demo", "--memory", "1", "--flops", "10"], "without --device give --flops, --ba"),

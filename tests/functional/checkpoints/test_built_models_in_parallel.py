@@ -24,6 +24,7 @@ FIELDS = {
 }
 DELTA = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2}
 MODELS = {"hybrid": ("M*-E", {}), "gpt": (None, {"qk_layernorm": True}), "delta": (None, DELTA)}
+DISPATCHERS = ("allgather", "alltoall")
 TOKENS = torch.randint(0, VOCAB, (2, 37), generator=torch.Generator().manual_seed(3))
 
 
@@ -114,7 +115,7 @@ def run_rank(rank, folder):
         given[name] = expected, logits, answers
     given["one group"] = one_group_error()
     given["stages"] = serve_stage(rank, folder)
-    for dispatcher in ("allgather", "alltoall"):
+    for dispatcher in DISPATCHERS:
         given[dispatcher] = serve_experts(rank, dispatcher, folder)
     torch.save(given, f"{folder}/rank{rank}.pt")
     dist.barrier()
@@ -130,36 +131,25 @@ def given(tmp_path_factory):
     return folder, {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *DISPATCHERS])
 def test_each_rank_computes_the_stock_model_s_part(given, name):
     for expected, logits, _ in given[1][name]:
         torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-5)
         assert expected.abs().max() > 0.5
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *DISPATCHERS])
 def test_both_ranks_answer_and_save_the_whole_model(given, name):
+    """Each has its part of the logits; where experts are split, of the batch."""
     folder, models = given
-    loaded, _ = mh.load_pretrained(f"{folder}/{name}")
+    loaded, _ = mh.load_pretrained(f"{folder}/{'experts' if name in DISPATCHERS else name}")
     parts, _, answers = zip(*models[name])
     assert answers[0] == answers[1]
     with torch.no_grad():
         logits = loaded(TOKENS)
-    torch.testing.assert_close(logits, torch.cat(parts, -1), atol=2e-5, rtol=1e-5)
+    whole = torch.cat(parts, 0 if name in DISPATCHERS else -1)
+    torch.testing.assert_close(logits, whole, atol=2e-5, rtol=1e-5)
     assert [row[0] for row in answers[0]] == logits[:, -1].argmax(-1).tolist()
-
-
-@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-def test_experts_of_core_on_two_ranks(given, dispatcher):
-    folder, models = given
-    expected, logits, answers = zip(*models[dispatcher])
-    torch.testing.assert_close(torch.cat(logits), torch.cat(expected), atol=2e-5, rtol=1e-5)
-    assert answers[0] == answers[1]
-    loaded, _ = mh.load_pretrained(f"{folder}/experts")
-    with torch.no_grad():
-        whole = loaded(TOKENS)
-    torch.testing.assert_close(whole, torch.cat(expected), atol=2e-5, rtol=1e-5)
-    assert [row[0] for row in answers[0]] == whole[:, -1].argmax(-1).tolist()
 
 
 def test_pipeline_stages_keep_their_layers_and_answer_together(given):

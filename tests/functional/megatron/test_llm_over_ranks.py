@@ -6,19 +6,14 @@ import asyncio
 import pytest
 import torch
 import torch.distributed as dist
-from door import MIB, LetterTokenizer, greedy_params
+from door import LetterTokenizer, door_config, greedy_params
 from matrix import matrix_rows
 from megatron.core import parallel_state
 from rank_processes import join_ranks, run_ranks
 from reference import random_tokens, tiny_model
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
-from megatron_hybrid.megatron import (
-    EngineState,
-    InferenceConfig,
-    MegatronAsyncLLM,
-    MegatronLLM,
-)
+from megatron_hybrid.megatron import EngineState, MegatronAsyncLLM, MegatronLLM
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
 MODEL = dict(
@@ -37,15 +32,7 @@ PROMPTS = [LONG, [*LONG[:40], 3, 4], LONG[:9]]
 
 
 def arguments(model):
-    config = InferenceConfig(
-        block_size_tokens=16,
-        buffer_size_gb=4 * MIB,
-        max_requests=8,
-        max_sequence_length=512,
-        enable_prefix_caching=True,
-        prefix_caching_mamba_gb=4 * MIB,
-        kv_cache_management_mode="recompute",
-    )
+    config = door_config(kv_cache_management_mode="recompute")
     return {"model": model, "tokenizer": LetterTokenizer(), "inference_config": config}
 
 

@@ -234,7 +234,7 @@ def outcome(request, tmp_path_factory):
 
 
 @each_layout
-def test_different_tokens_on_the_ranks(outcome, layout):
+def test_different_tokens_on_the_ranks_and_the_same(outcome, layout):
     single, ranks, _ = outcome
     model, sizes = LAYOUTS[layout]
     for rank in ranks:
@@ -242,6 +242,7 @@ def test_different_tokens_on_the_ranks(outcome, layout):
         assert own["experts"] == 4 // sizes.get(EP, 1)
         assert_close(own["logits"], single[model]["logits"][own["number"]])
         assert_close(own["loss"], single[model]["loss"][own["number"]])
+        assert_close(own["same_tokens"], single[model]["logits"][0])
 
 
 @each_layout
@@ -253,13 +254,6 @@ def test_gradients_and_losses_of_routers_are_those_of_the_concatenated_batch(out
             assert rank[layout][kind].keys() == expected.keys()
             for name, value in expected.items():
                 assert_close(rank[layout][kind][name], value, name)
-
-
-@each_layout
-def test_the_same_tokens_on_all_ranks(outcome, layout):
-    single, ranks, _ = outcome
-    for rank in ranks:
-        assert_close(rank[layout]["same_tokens"], single[LAYOUTS[layout][0]]["logits"][0])
 
 
 @each_layout

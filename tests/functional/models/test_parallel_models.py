@@ -224,25 +224,10 @@ def outcomes(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("model", matrix_rows(MODELS, "two"))
-@pytest.mark.parametrize("what", ["logits", "packed", "loss"])
-def test_forward(outcomes, model, what):
+def test_forward_and_gradients_with_split_rows_too(outcomes, model):
     single, ranks, _ = outcomes[model]
-    for rank in ranks:
-        torch.testing.assert_close(rank[what], single[what], atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("model", matrix_rows(MODELS, "two"))
-def test_gradients(outcomes, model):
-    single, ranks, _ = outcomes[model]
-    for rank in ranks:
-        assert_same_gradients(rank["gradients"], single["gradients"])
-
-
-@pytest.mark.parametrize("model", matrix_rows(SPLIT_ROWS, "two"))
-def test_split_rows(outcomes, model):
-    single, ranks, _ = outcomes[model]
-    for rank in ranks:
-        found = rank["sequence"]
+    split = [rank["sequence"] for rank in ranks] if model in SPLIT_ROWS else []
+    for found in (*ranks, *split):
         for what in ("logits", "packed", "loss"):
             torch.testing.assert_close(found[what], single[what], atol=1e-5, rtol=0)
         assert_same_gradients(found["gradients"], single["gradients"])

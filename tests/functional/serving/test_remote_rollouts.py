@@ -31,6 +31,7 @@ DRAWN = {"max_tokens": 6, "temperature": 1.0, "seed": 3, "ignore_eos": True}
 LONG = {"prompt": PROMPTS[0], "max_tokens": 120, "temperature": 0, "ignore_eos": True}
 LONG |= {"stream": True, "return_token_ids": True}
 SAMPLES = 2
+SAMPLED = {**DRAWN, "prompt": PROMPTS[0], "n": SAMPLES, "return_token_ids": True}
 
 
 def model_of(seed):
@@ -93,7 +94,7 @@ def answers_of(url):
     """The same, of a server; skipped tokens; epochs."""
     rows, skipped, epochs = [], [], []
     for prompt in PROMPTS:
-        body = {**DRAWN, "prompt": prompt, "n": SAMPLES, "logprobs": 0, "return_token_ids": True}
+        body = {**SAMPLED, "prompt": prompt, "logprobs": 0}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=LIMIT_S).json()
         choices = answer["choices"]
         rows.append([(c["token_ids"], c["logprobs"]["token_logprobs"]) for c in choices])
@@ -212,15 +213,12 @@ def test_the_routes_of_a_trainer_answer_as_those_of_vllm(server, folders):
         assert (answer.status_code, answer.json()) == (200, expected), path
         assert call(server, "GET", "/is_paused").json() == {"is_paused": paused}, path
         assert call(server, "GET", "/is_sleeping").json() == {"is_sleeping": sleeping}, path
-    body = {**DRAWN, "prompt": PROMPTS[0], "n": SAMPLES, "return_token_ids": True}
-    answer = call(server, "POST", "/v1/completions", "one", json=body).json()
+    answer = call(server, "POST", "/v1/completions", "one", json=SAMPLED).json()
     tokens = [choice["token_ids"] for choice in answer["choices"]]
     assert tokens == [tokens for tokens, _ in expected_of(model_of(1))[0]]
 
 
 def test_after_a_failed_update_requests_are_refused_until_one_is_whole(server, folders):
-    body = {**DRAWN, "prompt": PROMPTS[0], "n": SAMPLES, "return_token_ids": True}
-
     def update(*paths):
         call(server, "POST", "/start_weight_update")
         for path in paths:
@@ -229,7 +227,7 @@ def test_after_a_failed_update_requests_are_refused_until_one_is_whole(server, f
         return answer
 
     def ask():
-        return call(server, "POST", "/v1/completions", "one", json=body)
+        return call(server, "POST", "/v1/completions", "one", json=SAMPLED)
 
     assert update("/nowhere").status_code == 400  # of which nothing was written
     assert ask().status_code == 200
@@ -245,33 +243,23 @@ def test_after_a_failed_update_requests_are_refused_until_one_is_whole(server, f
     assert tokens == [tokens for tokens, _ in expected_of(model_of(1))[0]]
 
 
-def test_a_pause_ends_answers_with_what_they_have(server):
-    async def ask():
-        async with httpx.AsyncClient(base_url=server.url, timeout=LIMIT_S) as client:
-            headers = {"Authorization": "Bearer one"}
-            forms = {
-                "/v1/completions": {**LONG, "stream": False},
-                "/v1/messages": {
-                    "messages": [{"role": "user", "content": "a"}],
-                    "max_tokens": 400,
-                    "temperature": 0,
-                },
-                "/v1/responses": {"input": "a", "max_output_tokens": 400, "temperature": 0},
-            }
-            forms["/v1/chat/completions"] = forms["/v1/messages"]
-            asked = [
-                asyncio.create_task(client.post(path, json=body, headers=headers))
-                for path, body in forms.items()
-            ]
-            while (await server.service.engine.stats())["requests_running"] < len(asked):
-                assert not any(each.done() for each in asked)
-                await asyncio.sleep(0.001)
-            await server.service.engine.pause_generation()
-            answers = dict(zip(forms, [(await each).json() for each in asked]))
-            await server.service.engine.resume_generation()
-            return answers
-
-    answers = asyncio.run(ask())
+async def test_a_pause_ends_answers_with_what_they_have(server):
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 400, "temperature": 0}
+    forms = {
+        "/v1/completions": {**LONG, "stream": False},
+        "/v1/messages": chat,
+        "/v1/responses": {"input": "a", "max_output_tokens": 400, "temperature": 0},
+        "/v1/chat/completions": chat,
+    }
+    engine, headers = server.service.engine, {"Authorization": "Bearer one"}
+    async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=LIMIT_S) as client:
+        asked = [asyncio.create_task(client.post(path, json=forms[path])) for path in forms]
+        while (await engine.stats())["requests_running"] < len(asked):
+            assert not any(each.done() for each in asked)
+            await asyncio.sleep(0.001)
+        await engine.pause_generation()
+        answers = dict(zip(forms, [(await each).json() for each in asked]))
+        await engine.resume_generation()
     choice = answers["/v1/completions"]["choices"][0]
     assert choice["finish_reason"] == "abort" and 0 < len(choice["token_ids"]) < 120
     assert answers["/v1/chat/completions"]["choices"][0]["finish_reason"] == "abort"

@@ -91,9 +91,9 @@ def call():
     caller.close()
 
 
-def shown(call, content, role="user"):
-    messages = [{"role": role, "content": content}]
-    found = call(f"{CHAT}/render", {"messages": messages})
+def shown(call, content="Once upon", **more):
+    messages = [{"role": "user", "content": content}]
+    found = call(f"{CHAT}/render", {"messages": messages, **more})
     assert found.status_code == 200, found.text
     return call("/detokenize", {"tokens": found.json()["token_ids"]}).json()["prompt"]
 
@@ -184,12 +184,8 @@ def test_reasoning_ends_after_so_many_tokens(call, set_template, monkeypatch, bu
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
 def test_variables_of_the_template_do_not_replace_fields(call, name):
     for route in (CHAT, RESPONSE, "/tokenize"):
-        body = {**BODIES.get(route, BODIES[CHAT]), "chat_template_kwargs": {name: []}}
-        answer = call(route, body)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (
-            400,
-            "chat_template_kwargs",
-        )
+        error = call.refused(route, chat_template_kwargs={name: []})
+        assert error["param"] == "chat_template_kwargs"
 
 
 @pytest.mark.parametrize(
@@ -653,10 +649,7 @@ def test_a_stream_has_the_ids_of_a_whole_answer(call, route):
 )
 def test_an_effort_says_whether_there_is_reasoning(call, set_template, effort, kwargs, written):
     set_template("{{ enable_thinking }}")
-    given = {"chat_template_kwargs": kwargs, "reasoning_effort": effort}
-    found = call(f"{CHAT}/render", {**BODIES[CHAT], **given}).json()
-    text = call("/detokenize", {"tokens": found["token_ids"]}).json()["prompt"]
-    assert text == written
+    assert shown(call, chat_template_kwargs=kwargs, reasoning_effort=effort) == written
 
 
 def test_a_prompt_is_cut_to_its_last_tokens(call):
@@ -829,14 +822,11 @@ def test_messages_are_chats_in_another_form(call):
     assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
     turn = [*asked, {"role": "assistant", "content": message["content"]}, *asked]
     assert call(route, {**body, "messages": turn}).json()["usage"]["cache_read_input_tokens"] > read
-    for wrong, named in (
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"model": "other"}, "model"),
-    ):
-        answer = call(route, {**body, **wrong})
+    for name, wrong, status in (("max_tokens", 0, 400), ("model", "other", 404)):
+        answer = call(route, {**body, name: wrong})
         error = answer.json()
-        assert (error["type"], error["error"]["param"]) == ("error", named)
-        assert answer.status_code == (404 if named == "model" else 400)
+        assert (error["type"], error["error"]["param"]) == ("error", name)
+        assert answer.status_code == status
 
 
 @pytest.mark.parametrize("route", [CHAT, COMPLETION, RESPONSE])

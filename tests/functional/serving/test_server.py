@@ -356,7 +356,7 @@ def test_headers_of_more_than_a_proxy_s_are_refused(server, sent):
     assert received(server, start + b"Connection: close\r\n" + b"A: b\r\n" * 126 + b"\r\n") != b""
 
 
-def test_a_plain_chat_ends_while_guides_of_clients_that_have_left_wait(server, monkeypatch):
+async def test_a_plain_chat_ends_while_guides_of_clients_that_have_left_wait(server, monkeypatch):
     """The first guide takes for ever."""
     gate, compiled, compile_guide = threading.Event(), [], GuideCompiler.compile
 
@@ -368,14 +368,11 @@ def test_a_plain_chat_ends_while_guides_of_clients_that_have_left_wait(server, m
     monkeypatch.setattr(GuideCompiler, "compile", wait)
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 
-    async def attack() -> None:
-        async with httpx.AsyncClient(base_url=server.url, timeout=0.5) as client:
-            for number in range(7):
-                guide = {"structured_outputs": {"regex": f"{number}+"}}
-                with pytest.raises(httpx.TimeoutException):
-                    await client.post("/v1/chat/completions", json=chat | guide, timeout=0.1)
-
-    asyncio.run(attack())
+    async with httpx.AsyncClient(base_url=server.url, timeout=0.5) as client:
+        for number in range(7):
+            guide = {"structured_outputs": {"regex": f"{number}+"}}
+            with pytest.raises(httpx.TimeoutException):
+                await client.post("/v1/chat/completions", json=chat | guide, timeout=0.1)
     assert call(server, "/v1/chat/completions", chat).status_code == 200
     wait_until(lambda: server.service.admission.load == 0)
     gate.set()
@@ -428,21 +425,18 @@ def test_a_stream_of_several_prompts_begins_with_the_first(single, monkeypatch):
     assert refused.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_the_time_of_a_request_is_that_of_all_its_prompts():
-    async def late(service):
-        ticket = Ticket("late", "")
-        params = SamplingParams(num_tokens_to_generate=3)
-        streams = service.streams(["Once", "And then"], params, RequestOptions())
-        await service.wait_for_first_output(ticket, streams)
-        first, second = streams
-        assert [outputs async for outputs in service.outputs(ticket, first)]
-        ticket.began -= 2000
-        with pytest.raises(ApiError, match="more than 1000"):
-            [outputs async for outputs in service.outputs(ticket, second)]
-
+async def test_the_time_of_a_request_is_that_of_all_its_prompts():
     service = demo_service(request_seconds=1000.0)
-    asyncio.run(late(service))
-    asyncio.run(service.close())
+    ticket = Ticket("late", "")
+    params = SamplingParams(num_tokens_to_generate=3)
+    streams = service.streams(["Once", "And then"], params, RequestOptions())
+    await service.wait_for_first_output(ticket, streams)
+    first, second = streams
+    assert [outputs async for outputs in service.outputs(ticket, first)]
+    ticket.began -= 2000
+    with pytest.raises(ApiError, match="more than 1000"):
+        [outputs async for outputs in service.outputs(ticket, second)]
+    await service.close()
 
 
 def test_a_server_that_drains_says_so_and_takes_nothing_new(server, monkeypatch):

@@ -71,12 +71,12 @@ def sharded(folder):
     """Two shards and their index: a and b in the first, c in the second."""
     save_file({"a": torch.zeros(2), "b": torch.ones(3)}, folder / FIRST, {"format": "pt"})
     save_file({"c": torch.full((4,), 2.0)}, folder / SECOND, {"format": "pt"})
-    write_index(folder, {"a": FIRST, "b": FIRST, "c": SECOND})
+    (folder / INDEX).write_text(index_of(a=FIRST, b=FIRST, c=SECOND))
     return folder
 
 
-def write_index(folder, weight_map):
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+def index_of(**weight_map):
+    return json.dumps({"metadata": {}, "weight_map": weight_map})
 
 
 # Reading -----------------------------------------------------------------------------------------
@@ -157,6 +157,10 @@ def test_a_folder_without_weights(tmp_path):
         (lambda folder: (folder / PICKLED).touch(), f"There is {PICKLED}, but pickled weights are"),
         (lambda folder: (folder / "consolidated.safetensors").touch(), "is consolidated.safetenso"),
         (lambda folder: (sharded(folder) / INDEX).unlink(), "are shards, but without their index"),
+        (
+            lambda folder: save_file({"b": torch.ones(3)}, sharded(folder) / SECOND),
+            f"{SECOND} holds b, .* puts into {FIRST}",
+        ),
     ],
 )
 def test_weights_that_cannot_be_read(tmp_path, make, message):
@@ -201,9 +205,12 @@ def test_broken_files(tmp_path, spoil, name):
         ('{"weight_map": {}}', "has no weight_map"),
         ('{"weight_map": ["a"]}', "has no weight_map"),
         ('{"weight_map": {"a": 1}}', "puts a into 1, which is not the name of a file"),
+        (index_of(a=FIRST, b=FIRST, c="gone.safetensors"), "gone.safetensors does not exist, but"),
+        (index_of(a=FIRST, b=FIRST, c=SECOND, d=SECOND), f"puts d into {SECOND}, which does"),
+        (index_of(a=FIRST, c=SECOND), f"{FIRST} holds b, which"),
     ],
 )
-def test_broken_indexes(tmp_path, text, message):
+def test_indexes_that_are_broken_or_contradict_their_shards(tmp_path, text, message):
     sharded(tmp_path)
     (tmp_path / INDEX).write_text(text, encoding="latin-1")
     with pytest.raises(CheckpointError) as error:
@@ -219,32 +226,9 @@ def test_an_index_reaches_no_other_folder(tmp_path, outside):
     folder = tmp_path / "inner"
     folder.mkdir()
     save_file({"c": torch.zeros(4)}, tmp_path / "x.safetensors")
-    write_index(sharded(folder), {"a": FIRST, "b": FIRST, "c": outside})
+    (sharded(folder) / INDEX).write_text(index_of(a=FIRST, b=FIRST, c=outside))
     with pytest.raises(CheckpointError, match=r"puts c into .* not the name of a file in its"):
         TensorFiles.open(folder)
-
-
-@pytest.mark.parametrize(
-    ("weight_map", "message"),
-    [
-        ({"a": FIRST, "b": FIRST, "c": "gone.safetensors"}, "gone.safetensors does not exist, but"),
-        ({"a": FIRST, "b": FIRST, "c": SECOND, "d": SECOND}, f"puts d into {SECOND}, which does"),
-        ({"a": FIRST, "c": SECOND}, f"{FIRST} holds b, which"),
-    ],
-)
-def test_indexes_that_contradict_their_shards(tmp_path, weight_map, message):
-    write_index(sharded(tmp_path), weight_map)
-    with pytest.raises(CheckpointError) as error:
-        TensorFiles.open(tmp_path)
-    assert message in str(error.value)
-    assert str(tmp_path) in str(error.value)
-
-
-def test_a_tensor_in_two_shards(tmp_path):
-    sharded(tmp_path)
-    save_file({"b": torch.ones(3), "c": torch.zeros(4)}, tmp_path / SECOND)
-    with pytest.raises(CheckpointError, match=f"{SECOND} holds b, .* puts into {FIRST}"):
-        TensorFiles.open(tmp_path)
 
 
 # Writing -----------------------------------------------------------------------------------------

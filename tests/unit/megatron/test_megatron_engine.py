@@ -207,21 +207,15 @@ def test_outputs_of_a_failed_step_for_an_aborted_request_are_dropped(monkeypatch
     assert len(answers[2].generated_tokens) == 6
 
 
-def test_too_long_answers_are_clamped_with_a_warning():
-    engine = door_engine(max_sequence_length=48)
+def test_the_rest_of_the_context_bounds_answers_and_a_larger_number_is_warned_of():
+    engine, params = door_engine(max_sequence_length=48), greedy_params(None)
     with pytest.warns(UserWarning, match="leaves 8"):
-        engine.add_request(1, PROMPT, greedy_params(100))
-    (request,) = finish(engine).values()
-    assert len(request.generated_tokens) == 8
-    assert request.sampling_params.num_tokens_to_generate == 8
-
-
-def test_no_number_of_tokens_is_the_rest_of_the_context_and_stays_in_the_parameters():
-    engine, params = door_engine(max_sequence_length=64), greedy_params(None)
+        request = answer(engine, PROMPT, greedy_params(100))
+    assert request.generated_length == request.sampling_params.num_tokens_to_generate == 8
     before = params.serialize()
-    assert answer(engine, PROMPT, params).generated_length == 24
+    assert answer(engine, PROMPT, params).generated_length == 8
     assert params.serialize() == before
-    assert answer(engine, PROMPT, greedy_params(None, num_tokens_total=50)).generated_length == 10
+    assert answer(engine, PROMPT, greedy_params(None, num_tokens_total=46)).generated_length == 6
 
 
 def test_prompts_as_text_list_or_tensor_are_one():
@@ -393,43 +387,36 @@ def test_futures_hold_the_records():
     assert future.result() is records[1]
 
 
-def test_a_loop_serves_futures_and_a_failed_step_is_its_requests_error(monkeypatch):
+async def test_a_loop_serves_futures_and_a_failed_step_is_its_requests_error(monkeypatch):
     engine = door_engine()
     step = engine.engine.step
-
-    async def serve() -> list:
-        loop = asyncio.create_task(engine.run_engine())
-        futures = [engine.add_request(n, PROMPT, greedy_params(3)) for n in range(2)]
-        records = [await future for future in futures]
-        monkeypatch.setattr(engine.engine, "step", fail)
-        lost = engine.add_request(5, PROMPT, greedy_params(3))
-        await asyncio.sleep(0.05)
-        monkeypatch.setattr(engine.engine, "step", step)
-        records += [await lost, await engine.add_request(6, PROMPT, greedy_params(3))]
-        loop.cancel()
-        return [record.merge() for record in records]
 
     def fail():
         monkeypatch.setattr(engine.engine, "take_failed", lambda: [engine.requests[5].handle])
         raise OSError("the device is gone")
 
-    first, second, lost, last = asyncio.run(serve())
+    loop = asyncio.create_task(engine.run_engine())
+    futures = [engine.add_request(n, PROMPT, greedy_params(3)) for n in range(2)]
+    records = [await future for future in futures]
+    monkeypatch.setattr(engine.engine, "step", fail)
+    lost = engine.add_request(5, PROMPT, greedy_params(3))
+    await asyncio.sleep(0.05)
+    monkeypatch.setattr(engine.engine, "step", step)
+    records += [await lost, await engine.add_request(6, PROMPT, greedy_params(3))]
+    loop.cancel()
+    first, second, lost, last = (record.merge() for record in records)
     for each in (first, second, last):
         assert is_greedy(tiny_model(), PROMPT, each.generated_tokens)
     assert "the device is gone" in str(lost.events[1].payload)
     assert engine.get_prefix_coordination_metrics()["waits"] > 0
 
 
-def test_futures_can_be_awaited():
+async def test_futures_can_be_awaited():
     engine = door_engine()
-
-    async def ask() -> list[int]:
-        future = engine.add_request(5, PROMPT, greedy_params(3))
-        while not future.done():
-            await engine.async_step()
-        return (await future).merge().generated_tokens
-
-    assert is_greedy(tiny_model(), PROMPT, asyncio.run(ask()))
+    future = engine.add_request(5, PROMPT, greedy_params(3))
+    while not future.done():
+        await engine.async_step()
+    assert is_greedy(tiny_model(), PROMPT, (await future).merge().generated_tokens)
 
 
 def test_the_steps_of_older_and_newer_scripts():

@@ -8,7 +8,7 @@ import httpx
 import pytest
 import torch
 from commands import free_port
-from door import MIB, LetterTokenizer, fail_forwards, greedy_params
+from door import MIB, LetterTokenizer, door_config, fail_forwards, greedy_params
 from forks import in_fork
 from megatron.core.tokenizers import MegatronTokenizer
 from reference import is_greedy, random_tokens, tiny_model
@@ -19,7 +19,6 @@ from megatron_hybrid.megatron import (
     DynamicInferenceRequest,
     EngineState,
     GPTInferenceWrapper,
-    InferenceConfig,
     MegatronAsyncLLM,
     MegatronLLM,
     ServeConfig,
@@ -29,20 +28,9 @@ PROMPT = random_tokens(40, vocab_size=95)
 
 
 def arguments(**fields):
-    config = InferenceConfig(
-        block_size_tokens=16,
-        buffer_size_gb=4 * MIB,
-        max_requests=8,
-        max_sequence_length=512,
-        enable_prefix_caching=True,
-        prefix_caching_mamba_gb=16 * MIB,
-    )
-    return {
-        "model": tiny_model(),
-        "tokenizer": LetterTokenizer(),
-        "inference_config": config,
-        **fields,
-    }
+    config = door_config(prefix_caching_mamba_gb=16 * MIB)
+    given = {"model": tiny_model(), "tokenizer": LetterTokenizer(), "inference_config": config}
+    return {**given, **fields}
 
 
 @pytest.mark.parametrize("use_coordinator", [True, False])
@@ -156,16 +144,13 @@ def test_requests_that_the_caller_added_to_the_engine_disturb_nobody():
         assert not llm.engine.has_unfinished_requests()
 
 
-def test_coroutines_share_one_engine():
-    async def ask() -> list[DynamicInferenceRequest]:
-        async with MegatronAsyncLLM(**arguments()) as llm:
-            single = llm.generate(PROMPT, greedy_params(4))
-            several = llm.generate([PROMPT[:9], PROMPT[3:]], greedy_params(4))
-            single, several = await asyncio.gather(single, several)
-            assert await llm.generate([]) == []
-            return [single, *several]
-
-    for request in asyncio.run(ask()):
+async def test_coroutines_share_one_engine():
+    async with MegatronAsyncLLM(**arguments()) as llm:
+        single = llm.generate(PROMPT, greedy_params(4))
+        several = llm.generate([PROMPT[:9], PROMPT[3:]], greedy_params(4))
+        single, several = await asyncio.gather(single, several)
+        assert await llm.generate([]) == []
+    for request in (single, *several):
         assert is_greedy(tiny_model(), request.prompt_tokens.tolist(), request.generated_tokens)
 
 

@@ -638,11 +638,7 @@ def test_where_there_is_no_room_for_the_index_the_last_records_make_it(filled, s
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError("no room")])
 def test_a_read_that_fails_is_told_and_can_be_tried_again(filled, monkeypatch, error):
     tier = open_tier(filled)
-
-    def broken(*arguments):
-        raise error
-
-    monkeypatch.setattr(os, "preadv", broken)
+    monkeypatch.setattr(os, "preadv", fails(error))
     with pytest.raises(type(error), match=re.escape(str(error))):
         Prompt(3).read_from(tier)
     assert all(str(error) in problem for problem in tier.store.problems)

@@ -40,19 +40,16 @@ def columns_at(found: History, now: float, span: int, monkeypatch):
     return asyncio.run(found.columns(span))
 
 
-def test_samples_are_taken_until_the_engine_is_closed_and_one_when_asked(monkeypatch):
+async def test_samples_are_taken_until_the_engine_is_closed_and_one_when_asked(monkeypatch):
     monkeypatch.setattr(history, "SECONDS", 0)
     clock = iter(range(0, 1000, 5))
     monkeypatch.setattr(history.time, "time", lambda: float(next(clock)))
 
-    async def take():
-        engine = CountingEngine(4)
-        found = History(engine)
-        await asyncio.wait_for(found.run(), LIMIT_S)  # ends with the engine
-        engine.last += 2
-        return await found.columns(300)
-
-    columns = asyncio.run(take())
+    engine = CountingEngine(4)
+    found = History(engine)
+    await asyncio.wait_for(found.run(), LIMIT_S)  # ends with the engine
+    engine.last += 2
+    columns = await found.columns(300)
     assert columns["prompt_tokens"] == columns["lost_tokens_budget"] == [1, 2, 3, 4, 6]
     assert columns["time"] == [0, 5, 10, 15, 20]
     assert "unplotted" not in columns

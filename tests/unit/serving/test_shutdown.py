@@ -71,26 +71,21 @@ def impatient(monkeypatch):
 
 @pytest.mark.parametrize("how", BROKEN)
 @pytest.mark.parametrize("broken", ["first", "drain", "last"])
-def test_a_step_that_fails_stops_no_other(broken, how, impatient, caplog):
+async def test_a_step_that_fails_stops_no_other(broken, how, impatient, caplog):
     done = []
 
     async def note(name, *_):
         done.append(name)
 
-    async def end():
-        steps = {name: partial(note, name) for name in ("first", "drain", "last")}
-        steps[broken] = BROKEN[how]
-        stopped = asyncio.Event()
-        first, last = (("a step", steps[name], 0.01) for name in ("first", "last"))
-        signals = Signals()
-        ending = Shutdown(
-            fake_service(steps["drain"]), signals, stopped.set, first=[first], last=[last]
-        )
-        ending.take_signal()
-        await asyncio.wait_for(stopped.wait(), LIMIT_S)
-        assert signals.seconds > 0.03
-
-    asyncio.run(end())
+    steps = {name: partial(note, name) for name in ("first", "drain", "last")}
+    steps[broken] = BROKEN[how]
+    stopped = asyncio.Event()
+    first, last = (("a step", steps[name], 0.01) for name in ("first", "last"))
+    signals, drained = Signals(), fake_service(steps["drain"])
+    ending = Shutdown(drained, signals, stopped.set, first=[first], last=[last])
+    ending.take_signal()
+    await asyncio.wait_for(stopped.wait(), LIMIT_S)
+    assert signals.seconds > 0.03
     assert done == [name for name in ("first", "drain", "last") if name != broken]
     assert ("was given up after" if how == "hangs" else "this step is broken") in caplog.text
 
@@ -140,17 +135,15 @@ async def test_a_second_signal_ends_the_requests_that_run():
     assert server.force_exit
 
 
-def test_a_server_ends_when_a_rank_has_failed(caplog):
-    async def end():
-        running = fake_service()
-        server = server_of(running)
-        await server.on_tick(1)
-        await asyncio.sleep(0.01)
-        assert not server.should_exit
-        running.engine.rank_failure = "rank 1 on host has ended"
-        await server.on_tick(2)
+async def test_a_server_ends_when_a_rank_has_failed(caplog):
+    running = fake_service()
+    server = server_of(running)
+    await server.on_tick(1)
+    await asyncio.sleep(0.01)
+    assert not server.should_exit
+    running.engine.rank_failure = "rank 1 on host has ended"
+    await server.on_tick(2)
+    async with asyncio.timeout(LIMIT_S):
         while not server.should_exit:
             await asyncio.sleep(0)
-
-    asyncio.run(asyncio.wait_for(end(), LIMIT_S))
     assert "the server ends: rank 1 on host has ended" in caplog.text

@@ -1,6 +1,5 @@
 """TreeFeed: who applies the changes has the same tree as who asks for the whole."""
 
-import asyncio
 from types import SimpleNamespace
 
 import numpy as np
@@ -45,7 +44,7 @@ def prompt_of(random: np.random.Generator) -> list[int]:
     return [kind] * (size // 2) + [int(random.integers(2)) for _ in range(size // 2)]
 
 
-def follow(most_edges: int, monkeypatch) -> list[Client]:
+async def follow(most_edges: int, monkeypatch) -> list[Client]:
     """Clients that ask a feed at random moments of random traffic."""
     monkeypatch.setattr(tree_feed, "MAX_EDGES", most_edges)
     monkeypatch.setattr(tree_feed, "_SLICE", 16)
@@ -58,38 +57,35 @@ def follow(most_edges: int, monkeypatch) -> list[Client]:
     async def changes(since, limit, num_tokens):
         return cache.contents.changes(since, limit, num_tokens=num_tokens)
 
-    async def run() -> None:
-        engine = SimpleNamespace(cache_changes=changes)
-        feed = TreeFeed(engine, lambda *tokens: "".join(map(str, tokens)), num_tokens=3)
-        for turn in range(80):
-            simulator.run(prompt_of(random))
-            if turn % 9 == 0:
-                cache.evict(int(random.integers(30)))
-            if turn in (30, 55):
-                cache.clear()
-            whole = Client()
-            whole.take(await feed.columns("no version of ours"))
-            expected = drawn(cache)
-            assert len(whole.edges) == min(most_edges, len(expected))
-            uses = [row[4] for row in whole.edges.values()]
-            assert (
-                sorted(uses) == sorted(edge.last_use for edge in expected)[-len(uses) :]
-            )  # those used last
-            if len(expected) <= most_edges:
-                assert whole.edges.keys() == {edge.number for edge in expected}
-                states = [state for row in whole.edges.values() for state in row[-1]]
-                assert sorted(states) == sorted(s for edge in expected for s in edge.states)
-            for client in (c for c in clients if random.random() < 0.3):
-                client.take(await feed.columns(client.version))
-                assert client.edges == whole.edges
-
-    asyncio.run(run())
+    engine = SimpleNamespace(cache_changes=changes)
+    feed = TreeFeed(engine, lambda *tokens: "".join(map(str, tokens)), num_tokens=3)
+    for turn in range(80):
+        simulator.run(prompt_of(random))
+        if turn % 9 == 0:
+            cache.evict(int(random.integers(30)))
+        if turn in (30, 55):
+            cache.clear()
+        whole = Client()
+        whole.take(await feed.columns("no version of ours"))
+        expected = drawn(cache)
+        assert len(whole.edges) == min(most_edges, len(expected))
+        uses = [row[4] for row in whole.edges.values()]
+        assert (
+            sorted(uses) == sorted(edge.last_use for edge in expected)[-len(uses) :]
+        )  # those used last
+        if len(expected) <= most_edges:
+            assert whole.edges.keys() == {edge.number for edge in expected}
+            states = [state for row in whole.edges.values() for state in row[-1]]
+            assert sorted(states) == sorted(s for edge in expected for s in edge.states)
+        for client in (c for c in clients if random.random() < 0.3):
+            client.take(await feed.columns(client.version))
+            assert client.edges == whole.edges
     return clients
 
 
 @pytest.mark.parametrize("most_edges", [12, 10_000])
-def test_who_applies_the_changes_has_the_same_tree_as_who_asks_for_the_whole(
+async def test_who_applies_the_changes_has_the_same_tree_as_who_asks_for_the_whole(
     most_edges, monkeypatch
 ):
-    for client in follow(most_edges, monkeypatch):
+    for client in await follow(most_edges, monkeypatch):
         assert 3 <= client.num_whole < 8  # at first, and after each time that all was forgotten

@@ -428,14 +428,6 @@ def test_64_requests_run_by_default(tmp_path):
     assert server.most_active == 64
 
 
-@pytest.fixture
-def interrupts():
-    """Python's own handling of Ctrl-C, which a process in the background ignores."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def test_ctrl_c_prints_what_was_measured(tmp_path, capsys, interrupts):
     def script(body):
         if body["prompt"] == "2":
@@ -449,29 +441,6 @@ def test_ctrl_c_prints_what_was_measured(tmp_path, capsys, interrupts):
         assert cli.main([*arguments, "--json", str(out)]) == 130
     assert "2 requests ok, 0 failed, 3 unfinished" in capsys.readouterr().out
     assert Counter(row["error"] for row in json.loads(out.read_text())["rows"]) == {None: 2}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--request-rate", "0"], "'0': give requests a second"),
-        (["--request-rate", "soon"], "'soon': give requests a second, inf or the word recorded"),
-        (["--max-concurrency", "0"], "'0': give a whole number from 1 on"),
-    ],
-)
-def test_options_that_are_no_numbers(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["bench-serve", "prompts.jsonl", *arguments])
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("no/x.json", "there is no such folder; make it first"), ("", "is a folder: give the name")],
-)
-def test_results_that_cannot_be_written_are_refused_before_the_run(name, message, tmp_path, capsys):
-    assert cli.main(["bench-serve", "prompts.jsonl", "--json", f"{tmp_path}/{name}"]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_the_load_generator_needs_no_torch():

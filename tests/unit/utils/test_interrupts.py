@@ -13,16 +13,8 @@ from megatron_hybrid.inference.requests.request import Request
 from megatron_hybrid.offload.disk_store import DiskStore
 from megatron_hybrid.utils.interrupts import defer_sigint
 
+pytestmark = pytest.mark.usefixtures("interrupts")
 MODEL = tiny_model()
-
-
-@pytest.fixture(autouse=True)
-def _handler():
-    """Python's own, and afterwards what was there before; a shell starts what runs in the
-    background with interrupts ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def press():

@@ -169,9 +169,6 @@ def test_a_fork_is_where_prompts_part():
     assert not tree.watch(counting(10)).is_fork()
 
 
-# ---- KV that was dropped ----
-
-
 # ---- states ----
 
 

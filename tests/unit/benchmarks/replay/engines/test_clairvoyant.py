@@ -1,28 +1,18 @@
 """The policy that knows the trace, against all that any policy could do on tiny traces."""
 
+from functools import partial
+
 import numpy as np
 import pytest
+import replayed
 from matrix import matrix_rows
 
 from benchmarks.replay.engines.clairvoyant import Clairvoyant
 from megatron_hybrid.tools.replay.lru import Ceiling, LeastRecentlyUsed
-from megatron_hybrid.tools.replay.request import Request
 from megatron_hybrid.tools.replay.runner import replay
 
 STATE_BYTES = 6
-
-
-def small_requests(seed, count, answer=4):
-    """Prompts over two tokens that extend and leave what came before."""
-    rng = np.random.default_rng(seed)
-    histories = [np.empty(0, dtype=np.int32)]
-    for i in range(count):
-        start = histories[rng.integers(len(histories))]
-        start = start[: rng.integers(len(start) // 2, len(start) + 1)]
-        prompt = np.concatenate([start, rng.integers(0, 2, rng.integers(1, 9), dtype=np.int32)])
-        output = rng.integers(0, 2, rng.integers(1, answer + 1), dtype=np.int32)
-        histories = [*histories[-3:], np.concatenate([prompt, output])]
-        yield Request(prompt, output, i, 0, float(i))
+small_requests = partial(replayed.small_requests, known=4, least=0.5)
 
 
 def skipped_by(engine, requests):
