@@ -102,9 +102,13 @@ def part(n, start):
     return list(range(start, start + n))
 
 
+@pytest.fixture
+def room():
+    return Room()
+
+
 class TestEvictor:
-    def test_the_least_valuable_state_is_evicted_before_its_kv(self):
-        room = Room()
+    def test_the_least_valuable_state_is_evicted_before_its_kv(self, room):
         for n, rate in ((32, 1.0), (64, 0.1), (96, 1.0)):
             room.add(part(n, 1000 * n))
             room.save(part(n, 1000 * n), rate)
@@ -118,8 +122,7 @@ class TestEvictor:
         assert room.make_room(1)
         assert room.stored() == {96}
 
-    def test_no_more_of_a_tail_goes_than_is_needed(self):
-        room = Room()
+    def test_no_more_of_a_tail_goes_than_is_needed(self, room):
         room.add(part(100, 0))
         assert room.make_room(3)
         assert room.walk(part(100, 0)).depth == 64
@@ -127,8 +130,7 @@ class TestEvictor:
         assert room.make_room(1)
         assert room.walk(part(100, 0)).depth == 48
 
-    def test_a_tail_that_starts_inside_a_block_is_dropped_whole(self):
-        room = Room()
+    def test_a_tail_that_starts_inside_a_block_is_dropped_whole(self, room):
         room.add(part(40, 0))
         room.save(part(20, 0))
         room.add([*part(20, 0), *part(30, 500)])
@@ -141,8 +143,7 @@ class TestEvictor:
         assert room.pool.num_free == free + 2
         room.index.check_integrity()
 
-    def test_pinned_items_are_skipped_and_return_when_unpinned(self):
-        room = Room()
+    def test_pinned_items_are_skipped_and_return_when_unpinned(self, room):
         for start, rate in ((0, 1.0), (1000, 2.0)):
             room.add(part(32, start))
             room.save(part(32, start), rate)
@@ -154,8 +155,7 @@ class TestEvictor:
         assert room.make_room(4)
         assert room.stored() == set()
 
-    def test_unpinned_kv_is_evicted_with_its_state(self):
-        room = Room()
+    def test_unpinned_kv_is_evicted_with_its_state(self, room):
         for start, rate in ((0, 1.0), (1000, 0.9)):
             pages = room.add(part(320, start))
             room.save(part(320, start), rate)
@@ -185,8 +185,7 @@ class TestEvictor:
         assert room.walk(part(96, 50_000)).depth == 0
         assert sum(room.walk(part(96, start)).depth for start in range(0, 100_000, 1000)) == 99 * 96
 
-    def test_a_held_edge_that_grows_can_lose_what_grew(self):
-        room = Room()
+    def test_a_held_edge_that_grows_can_lose_what_grew(self, room):
         pages = room.add(part(96, 0))
         room.pool.retain(pages)
         assert not room.make_room(95)
@@ -196,8 +195,7 @@ class TestEvictor:
         assert room.make_room(2)
         assert room.walk(part(128, 0)).depth == 96
 
-    def test_the_end_of_a_tail_that_a_request_holds_keeps_what_is_before_it(self):
-        room = Room()
+    def test_the_end_of_a_tail_that_a_request_holds_keeps_what_is_before_it(self, room):
         pages = room.add(part(96, 0))
         room.pool.retain(pages[3])
         assert not room.make_room(5)
@@ -209,8 +207,7 @@ class TestEvictor:
         room.index.check_integrity()
 
     @pytest.mark.parametrize("force", [False, True])
-    def test_an_item_whose_eviction_fails_stays_in_its_heap(self, force):
-        room = Room()
+    def test_an_item_whose_eviction_fails_stays_in_its_heap(self, room, force):
         pages = room.add(part(96, 0))
         room.save(part(96, 0))
         if force:
@@ -230,8 +227,7 @@ class TestEvictor:
         assert room.make_room(8)
         assert not room.pool.ref_counts[pages].any() and not room.stored()
 
-    def test_force_takes_a_pinned_state_only_when_nothing_else_is_left(self):
-        room = Room()
+    def test_force_takes_a_pinned_state_only_when_nothing_else_is_left(self, room):
         room.add(part(32, 0))
         room.save(part(32, 0), 0.001)
         room.add(part(32, 1000))
@@ -258,9 +254,8 @@ class TestEvictor:
         assert not room.evictor.make_room_for(11, 1e9)  # there are not as many
         assert room.stats.checkpoints_evicted == 1
 
-    def test_a_state_dropped_leaves_more_to_rebuild_to_the_next_one(self):
+    def test_a_state_dropped_leaves_more_to_rebuild_to_the_next_one(self, room):
         """Its key rose: it is noticed when it comes up, before the other is dropped."""
-        room = Room()
         room.add(part(64, 0))
         room.save(part(32, 0), 1.0)
         room.save(part(64, 0), 1.0)  # 32 tokens: 8.0; without the one at 32: 64 / 6 = 10.7
@@ -270,9 +265,8 @@ class TestEvictor:
         room.make_room(1)
         assert room.stored() == {64}
 
-    def test_a_state_covered_since_is_valued_again(self):
+    def test_a_state_covered_since_is_valued_again(self, room):
         """Its KV is no longer charged to it: now it is worth 1.0 * 32 / 2."""
-        room = Room()
         for start in (0, 1000):
             room.add(part(64, start))
         low = room.save(part(32, 0), 1.0)  # 1.0 * 32 / 4

@@ -98,27 +98,20 @@ def test_tensors(folder, change, message):
     assert str(folder) in str(error.value)
 
 
-def test_output_layer_stored_beside_the_embedding_that_it_is_tied_to(folder):
+@pytest.mark.parametrize("has_both", [True, False])
+def test_a_tied_tensor_beside_the_embedding_or_in_its_place(folder, has_both):
     change_config(folder, tie_word_embeddings=True)
-    embedding = "model.embed_tokens.weight"
-    change_weights(folder, lambda t: t.update({"lm_head.weight": t[embedding].clone()}))
+
+    def tie(tensors):
+        embedding = tensors.pop("model.embed_tokens.weight")
+        tensors["lm_head.weight"] = embedding
+        if has_both:
+            tensors["model.embed_tokens.weight"] = embedding.clone()
+
+    change_weights(folder, tie)
     model, _ = mh.load_pretrained(folder)
-    assert torch.equal(
-        model.embedding.word_embeddings.weight, load_file(folder / "model.safetensors")[embedding]
-    )
-
-
-def test_one_tied_tensor_under_the_name_of_the_output_layer(folder):
-    change_config(folder, tie_word_embeddings=True)
-    tied = {}
-
-    def rename(tensors):
-        tied["it"] = tensors.pop("model.embed_tokens.weight").clone()
-        tensors["lm_head.weight"] = tied["it"]
-
-    change_weights(folder, rename)
-    model, _ = mh.load_pretrained(folder)
-    assert torch.equal(model.embedding.word_embeddings.weight, tied["it"])
+    tied = load_file(folder / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(model.embedding.word_embeddings.weight, tied)
 
 
 def test_weights_of_another_kind_of_folder(folder):

@@ -40,12 +40,17 @@ from megatron_hybrid.megatron import (
 PROMPT = random_tokens(40, vocab_size=95)
 
 
+@pytest.fixture
+def engine():
+    """With the cache in restore mode."""
+    return door_engine()
+
+
 def kinds(request) -> list[str]:
     return [event.type.name for event in request.events]
 
 
-def test_the_callers_ids_are_kept():
-    engine = door_engine()
+def test_the_callers_ids_are_kept(engine):
     prompts = {7: PROMPT, 3: PROMPT[9:20], 1000: PROMPT[5:]}
     for request_id, prompt in prompts.items():
         engine.add_request(request_id, prompt, greedy_params(4))
@@ -62,8 +67,7 @@ def test_the_callers_ids_are_kept():
         assert request.status is Status.COMPLETED and request.succeeded()
 
 
-def test_an_id_of_an_unfinished_request_is_refused():
-    engine = door_engine()
+def test_an_id_of_an_unfinished_request_is_refused(engine):
     engine.add_request(1, PROMPT, greedy_params(2))
     for request_id in (1, None, "a"):
         with pytest.raises(ValueError, match=f"request_id (is )?{request_id!r}"):
@@ -92,8 +96,7 @@ def test_an_id_of_an_unfinished_request_is_refused():
         (torch.tensor([1.5]), {}, "float"),
     ],
 )
-def test_what_cannot_be_served_fails_and_does_not_raise(prompt, fields, text):
-    engine = door_engine()
+def test_what_cannot_be_served_fails_and_does_not_raise(engine, prompt, fields, text):
     engine.add_request(1, PROMPT, greedy_params(3))
     digest = engine.engine.cache.digest()
     with pytest.warns(UserWarning, match="request 2 failed"):
@@ -148,8 +151,7 @@ def test_the_error_factory_knows_megatrons_errors_only():
         ({"pictures": None}, TypeError),
     ],
 )
-def test_images_and_two_numbers_of_tokens_are_refused_at_the_door(given, kind):
-    engine = door_engine()
+def test_images_and_two_numbers_of_tokens_are_refused_at_the_door(engine, given, kind):
     with pytest.raises(kind, match=next(iter(given))):
         engine.add_request(1, PROMPT, greedy_params(2), **given)
     with pytest.raises(AssertionError, match="num_tokens_total=9 exclude"):
@@ -161,8 +163,7 @@ def test_images_and_two_numbers_of_tokens_are_refused_at_the_door(given, kind):
 
 
 @pytest.mark.parametrize("prompt", [None, 5, {"a": 1}, b"text"])
-def test_a_prompt_of_another_type_raises_and_changes_nothing(prompt):
-    engine = door_engine()
+def test_a_prompt_of_another_type_raises_and_changes_nothing(engine, prompt):
     with pytest.raises(TypeError, match="prompt"):
         engine.add_request(1, prompt, greedy_params(2))
     for prompts, params in (([PROMPT, prompt], greedy_params(2)), ([PROMPT], {"top_k": 1})):
@@ -186,8 +187,7 @@ def test_a_text_that_the_tokenizer_refuses_fails():
     assert answer(engine, PROMPT, greedy_params(2)).succeeded()
 
 
-def test_outputs_of_a_failed_step_for_an_aborted_request_are_dropped(monkeypatch):
-    engine = door_engine()
+def test_outputs_of_a_failed_step_for_an_aborted_request_are_dropped(engine, monkeypatch):
     for request_id in (1, 2):
         engine.add_request(request_id, PROMPT[request_id:], greedy_params(6))
     engine.step_modern()
@@ -235,8 +235,7 @@ def test_prompts_as_text_list_or_tensor_are_one():
     assert with_bos.prompt_tokens.tolist() == [tokenizer.bos, *tokens]
 
 
-def test_the_terminating_token_is_in_the_tokens_and_not_in_the_text():
-    engine = door_engine()
+def test_the_terminating_token_is_in_the_tokens_and_not_in_the_text(engine):
     tokens = greedy_tokens(tiny_model(), PROMPT, 6)
     ends = tokens.index(tokens[3])
     params = greedy_params(6, termination_id=tokens[3], return_log_probs=True)
@@ -334,8 +333,7 @@ def test_preempted_requests_have_an_event_and_the_same_answers():
         assert is_greedy(tiny_model(), prompt, answers[i].generated_tokens)
 
 
-def test_records_merge_and_survive_serialization():
-    engine = door_engine()
+def test_records_merge_and_survive_serialization(engine):
     params = greedy_params(3, return_log_probs=True, return_prompt_tokens=True)
     (record,) = engine.generate([PROMPT], params)
     assert isinstance(record, DynamicInferenceRequestRecord)
@@ -378,8 +376,7 @@ def test_events_print_and_serialize_as_often_as_one_likes():
     assert str(failed.events[1]).endswith("ERROR_NONTRANSIENT, ValueError")
 
 
-def test_futures_hold_the_records():
-    engine = door_engine()
+def test_futures_hold_the_records(engine):
     future = engine.add_request(5, PROMPT, greedy_params(2))
     assert not future.done()
     records = engine.generate([PROMPT[:9]], greedy_params(4))  # also runs what was queued
@@ -387,8 +384,7 @@ def test_futures_hold_the_records():
     assert future.result() is records[1]
 
 
-async def test_a_loop_serves_futures_and_a_failed_step_is_its_requests_error(monkeypatch):
-    engine = door_engine()
+async def test_a_loop_serves_futures_and_a_failed_step_is_its_requests_error(engine, monkeypatch):
     step = engine.engine.step
 
     def fail():
@@ -411,16 +407,14 @@ async def test_a_loop_serves_futures_and_a_failed_step_is_its_requests_error(mon
     assert engine.get_prefix_coordination_metrics()["waits"] > 0
 
 
-async def test_futures_can_be_awaited():
-    engine = door_engine()
+async def test_futures_can_be_awaited(engine):
     future = engine.add_request(5, PROMPT, greedy_params(3))
     while not future.done():
         await engine.async_step()
     assert is_greedy(tiny_model(), PROMPT, (await future).merge().generated_tokens)
 
 
-def test_the_steps_of_older_and_newer_scripts():
-    engine = door_engine()
+def test_the_steps_of_older_and_newer_scripts(engine):
     engine.add_request(2, PROMPT, greedy_params(2))
     active, finished, seconds = engine.step()
     assert [request.request_id for request in active] == [2] and finished == [] and seconds > 0
@@ -463,8 +457,7 @@ def test_configs_and_parameters_of_megatron_core_itself_do_as_well():
         assert context.config.kv_cache_management_mode is KVCacheManagementMode.OFFLOAD
 
 
-def test_the_context_counts_steps_and_prefill_tokens():
-    engine = door_engine()
+def test_the_context_counts_steps_and_prefill_tokens(engine):
     context = engine.context
     answer(engine, PROMPT, greedy_params(3))
     assert context.lifetime_prefill_token_count == len(PROMPT)
@@ -496,8 +489,7 @@ def test_the_context_counts_steps_and_prefill_tokens():
     assert engine.capture_stats is None
 
 
-def test_a_reset_drops_unfinished_requests():
-    engine = door_engine()
+def test_a_reset_drops_unfinished_requests(engine):
     future = engine.add_request(1, PROMPT, greedy_params(30))
     engine.step_modern()
     with pytest.warns(UserWarning):
@@ -543,8 +535,7 @@ def test_suspend_and_resume(mode):
         assert answers[2].num_cached_tokens == len(PROMPT)
 
 
-def test_records_tell_the_epochs_of_weights():
-    engine = door_engine()
+def test_records_tell_the_epochs_of_weights(engine):
     assert answer(engine, PROMPT, greedy_params(2)).policy_epoch == [(0, 0)]
     engine.add_request(1, [*PROMPT, 3, 4], greedy_params(6))
     while len(engine.get_request(1).generated_tokens) < 2:
@@ -581,8 +572,7 @@ def test_an_error_of_the_tokenizer_fails_its_request_only(error):
     assert answers[2].succeeded()
 
 
-def test_the_coordinators_calls_are_refused_by_the_version_that_lacks_it():
-    engine = door_engine()
+def test_the_coordinators_calls_are_refused_by_the_version_that_lacks_it(engine):
     version = ".".join(map(str, compat.MEGATRON_CORE_VERSION))
     message = rf"megatron-core {version} is installed, and this needs the coordinator of 0\.19"
     with mock.patch.object(compat, "HAVE_COORDINATOR", False):
@@ -632,8 +622,7 @@ def test_without_a_tokenizer_answers_are_ids_and_texts_fail():
         assert answer(engine, "text", greedy_params(3)).failed()
 
 
-def test_answers_survive_a_failure_to_save_their_last_states(monkeypatch):
-    engine = door_engine()
+def test_answers_survive_a_failure_to_save_their_last_states(engine, monkeypatch):
     complete, steps = engine.engine.step, []
 
     def step():
@@ -692,9 +681,7 @@ def test_warnings_as_errors_leave_no_phantom_request():
             assert record.merge().failed() and not engine.has_unfinished_requests()
 
 
-def test_a_future_of_a_closed_loop_disturbs_no_step():
-    engine = door_engine()
-
+def test_a_future_of_a_closed_loop_disturbs_no_step(engine):
     async def add(request_id):
         future = engine.add_request(request_id, PROMPT[request_id:], greedy_params(2))
         future.add_done_callback(print)

@@ -108,8 +108,13 @@ def filled(tmp_path):
     return tmp_path / "cache"
 
 
-def test_what_was_written_is_there_after_a_restart(filled):
-    tier = open_tier(filled)
+@pytest.fixture
+def tier(filled):
+    """The tier of that folder."""
+    return open_tier(filled)
+
+
+def test_what_was_written_is_there_after_a_restart(tier, filled):
     assert all(Prompt(i).is_right_in(tier) for i in range(10))
     assert not Prompt(10).is_right_in(tier)
     assert not tier.store.problems
@@ -306,16 +311,14 @@ def test_what_other_weights_made_never_fits(filled):
     assert not any(Prompt(i).is_right_in(tier) for i in range(10))
 
 
-def test_bytes_of_one_record_do_not_fit_another(filled):
-    tier = open_tier(filled)
+def test_bytes_of_one_record_do_not_fit_another(tier):
     first, second = (tier.find(Prompt(i).keys) for i in (0, 1))
     placed = tier.store._placed
     placed[first.key] = dataclasses.replace(placed[second.key], record=first)
     assert tier.store.get(first).result() is None
 
 
-def test_what_cannot_be_told_of_the_new_weights_is_not_written(filled, monkeypatch):
-    tier = open_tier(filled)
+def test_what_cannot_be_told_of_the_new_weights_is_not_written(tier, filled, monkeypatch):
     tier.clear()
     full_index(monkeypatch)
     with pytest.raises(OSError, match="No space left"):
@@ -328,8 +331,7 @@ def test_what_cannot_be_told_of_the_new_weights_is_not_written(filled, monkeypat
 
 
 @pytest.mark.parametrize("by_another", [False, True])
-def test_a_folder_that_was_removed_is_told(filled, by_another):
-    tier = open_tier(filled)
+def test_a_folder_that_was_removed_is_told(tier, filled, by_another):
     shutil.rmtree(filled)
     if by_another:
         other = open_tier(filled, made_for=OTHER_WEIGHTS)
@@ -347,8 +349,7 @@ def test_a_folder_that_was_removed_is_told(filled, by_another):
         other.store.close()
 
 
-def test_two_engines_do_not_share_a_folder(filled):
-    tier = open_tier(filled)
+def test_two_engines_do_not_share_a_folder(tier, filled):
     (filled / "index.sqlite3").read_bytes()  # closing a file ends the process's locks of sqlite
     message = f"in use by another engine, process {os.getpid()}, or"
     with pytest.raises(CacheFolderError, match=message):
@@ -358,8 +359,7 @@ def test_two_engines_do_not_share_a_folder(filled):
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_forked_process_leaves_the_folder_alone(filled):
-    tier = open_tier(filled)
+def test_a_forked_process_leaves_the_folder_alone(tier, filled):
     record = tier.find(Prompt(1).keys)
 
     def check():
@@ -393,9 +393,8 @@ def test_a_forked_process_leaves_the_folder_alone(filled):
         tier.store.close()
 
 
-def test_a_store_is_closed_by_its_own_threads(filled):
+def test_a_store_is_closed_by_its_own_threads(tier, filled):
     """The garbage collector runs in whichever thread it likes."""
-    tier = open_tier(filled)
     tier.store._readers.submit(tier.store.close_from_anywhere).result(10)
     for thread in threading.enumerate():
         if thread.name == "cache-close":
@@ -508,8 +507,7 @@ def test_a_new_folder_on_a_full_disk_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("by", ["time", "recover"])
-def test_a_disk_with_space_again_is_written_again(filled, full, monkeypatch, by):
-    tier = open_tier(filled)
+def test_a_disk_with_space_again_is_written_again(tier, filled, full, monkeypatch, by):
     index = (filled / "index.sqlite3").read_bytes()
     patch = full()
     assert Prompt(10).keep_in(tier)
@@ -540,9 +538,8 @@ def test_a_disk_with_space_again_is_written_again(filled, full, monkeypatch, by)
     assert not tier.store.problems
 
 
-def test_what_sqlite_says_of_a_full_disk_is_told_as_such(filled):
+def test_what_sqlite_says_of_a_full_disk_is_told_as_such(tier, filled):
     """And the transaction left nothing behind."""
-    tier = open_tier(filled)
     index = tier.store._index
     index._connection.execute("PRAGMA max_page_count = 1")  # its present size
     record = tier.find(Prompt(1).keys)
@@ -617,8 +614,7 @@ def test_what_found_no_room_makes_room_for_the_index(tmp_path, small_disk):
     assert not tier.store.problems
 
 
-def test_where_there_is_no_room_for_the_index_the_last_records_make_it(filled, small_disk):
-    tier = open_tier(filled)
+def test_where_there_is_no_room_for_the_index_the_last_records_make_it(tier, filled, small_disk):
     size = sum(path.stat().st_size for path in filled.iterdir())
     small_disk(filled, size)
     for i in range(10, 20):
@@ -636,8 +632,7 @@ def test_where_there_is_no_room_for_the_index_the_last_records_make_it(filled, s
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError("no room")])
-def test_a_read_that_fails_is_told_and_can_be_tried_again(filled, monkeypatch, error):
-    tier = open_tier(filled)
+def test_a_read_that_fails_is_told_and_can_be_tried_again(tier, monkeypatch, error):
     monkeypatch.setattr(os, "preadv", fails(error))
     with pytest.raises(type(error), match=re.escape(str(error))):
         Prompt(3).read_from(tier)
@@ -646,8 +641,7 @@ def test_a_read_that_fails_is_told_and_can_be_tried_again(filled, monkeypatch, e
     assert Prompt(3).is_right_in(tier)
 
 
-def test_reads_may_come_in_parts(filled, monkeypatch):
-    tier = open_tier(filled)
+def test_reads_may_come_in_parts(tier, monkeypatch):
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, parts, at: preadv(fd, [parts[0][:100]], at))
     assert all(Prompt(i).is_right_in(tier) for i in range(10))

@@ -104,6 +104,11 @@ LEFT, RIGHT = counting(40), [*counting(20), *counting(30, 500)]
 """They part at 20, inside block 1."""
 
 
+@pytest.fixture
+def tree():
+    return Tree()
+
+
 def forked():
     tree = Tree()
     tree.add(LEFT)
@@ -114,16 +119,14 @@ def forked():
 # ---- walking and growing ----
 
 
-def test_a_root_keeps_no_prompt_in_memory():
-    tree = Tree()
+def test_a_root_keeps_no_prompt_in_memory(tree):
     tree.add(counting(40))
     root = tree.walk(counting(40)).root
     assert root._tokens.base is None and root._pages.base is None  # no views of what was given
 
 
-def test_edges_used_apart_stay_apart_and_used_together_are_joined():
+def test_edges_used_apart_stay_apart_and_used_together_are_joined(tree):
     """An edge is one unit of recency: a hot head does not keep a cold tail alive."""
-    tree = Tree()
     tree.add(counting(60))
     tree.touch(counting(24))
     assert tree.spans() == [(0, 24), (24, 60)]
@@ -156,8 +159,7 @@ def test_any_number_of_edges_is_joined_at_once(kept, columns):
     assert tree.pool.cached_counts.sum() == rows.size + len(states)
 
 
-def test_a_fork_is_where_prompts_part():
-    tree = Tree()
+def test_a_fork_is_where_prompts_part(tree):
     tree.add(LEFT)
     here, further = tree.watch(counting(20)), tree.watch(LEFT)
     assert not here.is_fork()
@@ -172,8 +174,7 @@ def test_a_fork_is_where_prompts_part():
 # ---- states ----
 
 
-def test_watching_a_position_again_finds_its_record():
-    tree = Tree()
+def test_watching_a_position_again_finds_its_record(tree):
     tree.add(counting(40))
     first = tree.watch(counting(30), Kind.INTERVAL, now=7)
     assert (first.kind, first.born, first.last_use) == (Kind.INTERVAL, 7, 7)
@@ -182,8 +183,7 @@ def test_watching_a_position_again_finds_its_record():
     assert tree.index.num_checkpoints == 0
 
 
-def test_an_edge_keeps_a_bounded_number_of_ghost_entries():
-    tree = Tree()
+def test_an_edge_keeps_a_bounded_number_of_ghost_entries(tree):
     tree.add(counting(200))
     stored = tree.save(counting(1))
     watched = [tree.watch(counting(p), now=1) for p in range(2, MAX_WATCHED + 2)]
@@ -239,8 +239,7 @@ def test_a_sequence_counts_as_more_than_its_tokens(monkeypatch):
     tree.check()
 
 
-def test_the_least_recently_used_tokens_are_forgotten_first_as_needed():
-    tree = Tree()
+def test_the_least_recently_used_tokens_are_forgotten_first_as_needed(tree):
     for salt in "abcd":
         tree.add(counting(30), salt)
     for salt in "cabd":
@@ -260,8 +259,7 @@ def test_the_least_recently_used_tokens_are_forgotten_first_as_needed():
         assert tree.index.num_held_tokens == 40
 
 
-def test_use_of_known_tokens_defers_their_end():
-    tree = Tree()
+def test_use_of_known_tokens_defers_their_end(tree):
     for salt in "ab":
         tree.add(counting(30), salt)
     for salt in "ab":
@@ -289,8 +287,7 @@ def test_forgetting_goes_up_the_tree():
     assert all(point.edge is None for point in points)
 
 
-def test_salts_without_content_are_forgotten():
-    tree = Tree()
+def test_salts_without_content_are_forgotten(tree):
     tokens, page = np.array([1, 2, 3], dtype=np.int32), tree.pool.allocate(1).reshape(1, 1)
     for salt in range(1000):
         tree.index.insert(str(salt), tokens, page)
@@ -305,9 +302,8 @@ def test_salts_without_content_are_forgotten():
 # ---- tails ----
 
 
-def test_a_split_announces_the_tail_that_it_makes():
+def test_a_split_announces_the_tail_that_it_makes(tree):
     """The rest of a checkpoint's block is no tail, until the edge is cut at the checkpoint."""
-    tree = Tree()
     tree.add(counting(20))
     tree.save(counting(18))
     tree.tails.clear()
@@ -469,9 +465,8 @@ def test_random_operations_against_sets_of_prefixes(columns, seed):
 
 
 @pytest.mark.parametrize("end", [10, 16, 40])
-def test_a_path_found_before_tokens_were_forgotten_is_not_trusted(end):
+def test_a_path_found_before_tokens_were_forgotten_is_not_trusted(tree, end):
     """Others may have followed in their place, on the same edge."""
-    tree = Tree()
     tree.add(counting(40))
     before = tree.walk(counting(40))
     tree.drop(counting(40), end - 8)
@@ -554,8 +549,7 @@ def test_check_integrity_finds(break_it, message):
         tree.index.check_integrity()
 
 
-def test_tokens_known_behind_others_are_those_of_the_edge_used_last():
-    tree = Tree()
+def test_tokens_known_behind_others_are_those_of_the_edge_used_last(tree):
     base = list(range(20))
     tree.add([*base, 50, 51, 52])
     tree.add([*base, 60, 61])
