@@ -64,7 +64,8 @@ def run() -> Iterator[Row]:
                 f"a step of {batch} decodes without drafts, with 1 and 3", _times(model, batch)
             )
         with _engine(model, 3) as engine:
-            yield Row("states to take back, for each draft of a request", _slot_bytes(engine))
+            kilobytes = engine.cache.spec.slot_bytes / 1e3
+            yield Row("states to take back, for each draft of a request", f"{kilobytes:.0f} kB")
     finally:
         torch.set_num_threads(threads)
 
@@ -99,10 +100,6 @@ def _steps(model: HybridModel, prompts: list[list[int]], params: SamplingParams)
                 )
     assert found[1:] == found[:1] * 3
     return "; ".join(parts)
-
-
-def _slot_bytes(engine: DynamicInferenceEngine) -> str:
-    return f"{engine.cache.spec.slot_bytes / 1e3:.0f} kB"
 
 
 class _Wrong:

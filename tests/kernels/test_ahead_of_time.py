@@ -2,17 +2,12 @@
 
 import ast
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from ahead_of_time import FORMS
+from compiling_process import HELPERS, ROOT, run_compiling
 from matrix import matrix_rows
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "tests" / "helpers" / "ahead_of_time.py"
 OPS = ROOT / "megatron_hybrid" / "ops"
 SHARED_BYTES = 227 << 10
 """Of a block, on all of them."""
@@ -62,11 +57,8 @@ def is_short_of_registers(kernel: dict) -> bool:
     ),
 )
 def test_kernels_fit_into_registers_and_shared_memory_and_do_not_race(gpu, models):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, str(SCRIPT), *models, "--gpu", str(gpu)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    compiled = [json.loads(line) for line in result.stdout.splitlines()]
+    printed = run_compiling(str(HELPERS / "ahead_of_time.py"), *models, "--gpu", str(gpu))
+    compiled = [json.loads(line) for line in printed.splitlines()]
     if set(ALL_KINDS) <= set(models):
         assert {one["kernel"] for one in compiled} == kernels_of_ours()
     assert {one["gpu"] for one in compiled} == {f"sm_{gpu}"}

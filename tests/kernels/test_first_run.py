@@ -1,22 +1,17 @@
 """All parts of a first run on a GPU that is not there: their launches compile, their rows come."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from compiling_process import HELPERS, run_compiling
 from triton.runtime.autotuner import Config
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.gpu.autotuned import Chosen, NoFit
 from benchmarks.gpu.first_run import AUTOTUNED, MARK, MODELS, OPS, TESTS, main
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "tests" / "helpers" / "stubbed_parts.py"
 NOT_COMPUTED = re.compile(
     r"(error [^,]+, at most [\d.e-]+|other bits in 3 runs|padding rows are not zero"
     r"|other bits than launched)(, |$)"
@@ -27,16 +22,8 @@ NOT_COMPUTED = re.compile(
 @pytest.mark.matrix
 @pytest.mark.parametrize("which", ["kept", "others"])
 def test_each_part_runs_to_its_end_and_only_values_are_wrong(which):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), which],
-        env=environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
     rows, ends, found = [], {}, []
-    for line in done.stdout.splitlines():
+    for line in run_compiling(str(HELPERS / "stubbed_parts.py"), which).splitlines():
         if line.startswith(MARK):
             found.append(json.loads(line.removeprefix(MARK)))
         elif line.startswith("END "):

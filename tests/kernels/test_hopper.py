@@ -1,13 +1,10 @@
 """Configs that Triton compiles wrongly for Hopper are left out, and `info` says so."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import triton
+from compiling_process import run_compiling
 
 from megatron_hybrid.ops import hopper
 from megatron_hybrid.ops.hopper import leave_racing_configs_out, without_races
@@ -95,17 +92,6 @@ print(json.dumps(races))
 """
 
 
-def run(script: str) -> subprocess.CompletedProcess:
-    """Run a script in a process that compiles kernels."""
-    root = Path(__file__).parents[2]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "tests" / "helpers")])
-    command = [sys.executable, "-c", script]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return result
-
-
 MAXIMA = """
 import re
 
@@ -136,13 +122,13 @@ for kernel, constants in ((activate_kernel, ACTIVATE), (steps_kernel, STEPS)):
 @pytest.mark.matrix
 def test_a_maximum_of_nan_is_nan_on_a_gpu():
     """The interpreter takes NumPy's maximum, which is NaN in any case."""
-    run(MAXIMA)
+    run_compiling("-c", MAXIMA)
 
 
 @pytest.mark.matrix
 def test_what_makes_rows_nan_is_found_in_what_triton_compiled():
     """Four warps: chunk_scan's first factor is in registers, the others' are in shared memory."""
-    result = run(COMPILE)
-    races = json.loads(result.stdout.splitlines()[-1])
+    printed = run_compiling("-c", COMPILE)
+    races = json.loads(printed.splitlines()[-1])
     assert races.pop("_chunk_scan_fwd_kernel")
     assert races == {"_chunk_state_fwd_kernel": [], "_bmm_chunk_fwd_kernel": []}

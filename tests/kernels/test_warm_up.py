@@ -1,26 +1,14 @@
 """What an engine compiles on a GPU that is not there: all of it before its first request."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "tests" / "helpers" / "compiles.py"
+from compiling_process import HELPERS, run_compiling
+
 ALL_KINDS = "MGKSC*+WLE-"
 
 
 def test_a_warm_up_compiles_all_that_later_requests_launch():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, str(SCRIPT), ALL_KINDS],
-        env=environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
+    found = json.loads(run_compiling(str(HELPERS / "compiles.py"), ALL_KINDS))
     stats = found["stats"]
     assert stats["preemptions"] and stats["fetches"] and stats["checkpoints_evicted"]
 

@@ -65,14 +65,11 @@ def running(server):
 
 
 def test_tokens_and_back(server):
-    found = call(
-        server, "/tokenize", {"prompt": "A naïve fox 🦊", "return_token_strs": True}
-    ).json()
+    prompt = {"prompt": "A naïve fox 🦊"}
+    found = call(server, "/tokenize", {**prompt, "return_token_strs": True}).json()
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
-    assert call(server, "/detokenize", {"tokens": found["tokens"]}).json() == {
-        "prompt": "A naïve fox 🦊"
-    }
-    rendered = call(server, "/v1/completions/render", {"prompt": "A naïve fox 🦊"}).json()
+    assert call(server, "/detokenize", {"tokens": found["tokens"]}).json() == prompt
+    rendered = call(server, "/v1/completions/render", prompt).json()
     assert rendered == [{"token_ids": found["tokens"]}]
     messages = [{"role": "user", "content": "hello"}]
     chat = call(server, "/v1/chat/completions/render", {"messages": messages}).json()

@@ -693,18 +693,16 @@ def test_saving_replaces_the_tokenizer_of_a_folder(write, tmp_path, trained):
 
 
 @pytest.mark.parametrize("ends", [{}, {"eos_token_id": [3, 4]}])
-def test_a_generation_config_is_handed_on(write, ends):
-    values = {"temperature": 0.7, "top_k": 20, "do_sample": True, **ends}
-    folder = write(tokenizer_config=ROLES, generation_config=values)
-    before, after = Tokenizer.from_folder(folder), saved_again(folder)
-    assert json.loads((folder / "saved" / "generation_config.json").read_text()) == values
-    assert after.end_tokens == before.end_tokens
-
-
-def test_saving_writes_no_generation_config_without_need(write):
+def test_a_generation_config_is_handed_on_and_none_is_written_without_need(write, ends):
     folder = write(tokenizer_config=ROLES, config={"eos_token_id": 1})
     saved_again(folder)
-    assert not (folder / "saved" / "generation_config.json").exists()
+    saved = folder / "saved" / "generation_config.json"
+    assert not saved.exists()
+    values = {"temperature": 0.7, "top_k": 20, "do_sample": True, **ends}
+    write(generation_config=values)
+    before, after = Tokenizer.from_folder(folder), saved_again(folder)
+    assert json.loads(saved.read_text()) == values
+    assert after.end_tokens == before.end_tokens
 
 
 # Folders without tokenizer.json ------------------------------------------------------------------
