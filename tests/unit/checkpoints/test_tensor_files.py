@@ -158,7 +158,7 @@ def test_a_folder_without_weights(tmp_path):
         (lambda folder: (folder / "consolidated.safetensors").touch(), "is consolidated.safetenso"),
         (lambda folder: (sharded(folder) / INDEX).unlink(), "are shards, but without their index"),
         (
-            lambda folder: save_file({"b": torch.ones(3)}, sharded(folder) / SECOND),
+            lambda folder: save_file({n: torch.ones(3) for n in "bc"}, sharded(folder) / SECOND),
             f"{SECOND} holds b, .* puts into {FIRST}",
         ),
     ],
