@@ -29,7 +29,6 @@ class LightningAttentionMixer(RecurrentMixer):
 
     recompute_name = "lightning_attention"
     chunk_field = "linear_chunk_size"
-    input_projection = "in_proj"
 
     def __init__(self, config: HybridConfig, place: MixerPlace):
         heads, tp = config.linear_num_key_heads, place.pg_collection.tp

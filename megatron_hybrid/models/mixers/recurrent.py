@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.derived_weights import from_weights
 from megatron_hybrid.models.mixers.base import LayerCache, Mixer, MixerPlace, StateTensor
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import (
@@ -98,6 +99,8 @@ class RecurrentMixer(Mixer):
         conv_dtype: of the parameters of `conv1d`; None: that of the config.
     """
 
+    input_projection = "in_proj"
+
     splits_rows = True
 
     chunk_field: str | None = None
@@ -155,6 +158,15 @@ class RecurrentMixer(Mixer):
             comm_buffer="fc2",
             bias=bias,
         )
+
+    def _own_part(self, full: Tensor) -> nn.Parameter:
+        """This rank's heads or channels of a parameter, the first dimension of `full`."""
+        tp = self.pg_collection.tp
+        return sharded_parameter(full, Cut(0, (len(full),), tp.size()), tp.rank())
+
+    def _decay_rates(self) -> Tensor:
+        """-exp(A_log), fp32."""
+        return from_weights(self, "A", lambda: -self.A_log.float().exp())
 
     def cache_requirements(self) -> LayerCache:
         """A convolution tail and the state, those of them that there are."""
