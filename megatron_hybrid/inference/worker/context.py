@@ -217,12 +217,6 @@ class DynamicInferenceContext:
             )
         return self._fixed_layouts[key]
 
-    def _fixed_states(self, count: int) -> Tensor:
-        """Room for the captures of a recorded step; always the same one."""
-        if self._fixed_staging is None:
-            self._fixed_staging = self.memory.staging(self.max_drafts * self._max_recorded)
-        return self._fixed_staging[:count]
-
     def forget_layouts(self) -> None:
         """Drop what recorded steps have made for their layouts."""
         self._fixed_layouts.clear()
@@ -242,10 +236,12 @@ class DynamicInferenceContext:
         if drawn := [(row, work) for row, work in enumerate(works) if work.source >= 0]:
             self._take_drawn(*zip(*drawn))  # single tokens come first
         num_captures = len(self._layout.captures)
-        if num_rows is not None and num_captures:
-            self._staging = self._fixed_states(num_captures)
-        else:
+        if num_rows is None or not num_captures:
             self._staging = self.memory.staging(num_captures)
+            return
+        if self._fixed_staging is None:  # a recorded step always writes to the same place
+            self._fixed_staging = self.memory.staging(self.max_drafts * self._max_recorded)
+        self._staging = self._fixed_staging[:num_captures]
 
     def _new_layout(self, works: list[Work]) -> RaggedLayout:
         captures, self.first_captures, begin, num_decodes = [], [], 0, 0
