@@ -32,7 +32,7 @@ class ShortConv(nn.Module):
         bias: whether it has one.
         tp_group: tensor-parallel ranks.
         dtype: dtype of the parameters.
-        tail_dtype: dtype of the tail; None: that of the parameters.
+        tail_dtype: dtype of the tail.
         activation: "silu" or None.
         copies: see `Cut`.
     """
@@ -47,13 +47,12 @@ class ShortConv(nn.Module):
         bias: bool,
         tp_group: dist.ProcessGroup,
         dtype: torch.dtype,
-        activation: str | None = "silu",
-        copies: tuple[int, ...] | None = None,
-        tail_dtype: torch.dtype | None = None,
+        tail_dtype: torch.dtype,
+        activation: str | None,
+        copies: tuple[int, ...] | None,
     ):
         super().__init__()
-        self.tail_dtype = tail_dtype or dtype
-        self.activation = activation
+        self.tail_dtype, self.activation = tail_dtype, activation
         self.cut = cut = Cut(0, tuple(sections), tp_group.size(), section_names, copies)
         # As nn.Conv1d draws them: fan-in is the kernel width, the convolution being depthwise.
         bound = 1.0 / math.sqrt(kernel_size)
