@@ -11,7 +11,6 @@ import torch
 
 from megatron_hybrid.ops.checks import compute_dtype
 from megatron_hybrid.ops.dispatch import Op
-from megatron_hybrid.ops.ragged import RaggedLayout
 
 
 class SlotStates(NamedTuple):
