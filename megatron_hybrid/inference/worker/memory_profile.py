@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import torch
 
@@ -33,17 +36,21 @@ def measured_step_bytes(
     runner = ModelRunner(model, context, None, "raw_logprobs", ranks)  # the plan has no fetch
     sizes = context.max_requests, context.max_sequence_length
     plan = _largest_plan(context.memory.spec, num_captures, max_tokens, *sizes)
-    device = context.memory.device
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    _run(runner, plan)
-    return torch.cuda.max_memory_allocated(device) - before
+    return peak_bytes(context.memory.device, partial(_run, runner, plan))
 
 
 def null_tables(spec: CacheSpec, num_tokens: int) -> list[np.ndarray]:
     """Block tables of the null page, as `Work.tables`, for steps of no request."""
     groups = (spec.kv_pages_per_block, *(spec.pages_per_block[own] for own in spec.local_groups))
     return [np.zeros((spec.num_blocks(num_tokens), pages), np.int32) for pages in groups]
+
+
+def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
+    """Return the most memory of a CUDA device that torch allocates at a time while `run` runs."""
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 @torch.inference_mode()
