@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.derived_weights import from_weights
-from megatron_hybrid.models.sharding.collectives import sum_over_ranks
+from megatron_hybrid.models.sharding.collectives import sum_gradient_over_ranks, sum_over_ranks
 from megatron_hybrid.models.sharding.tensor_sharding import Cut
 from megatron_hybrid.ops import rms_norm, rms_norm_of_sum
 from megatron_hybrid.ops.checks import compute_dtype
@@ -67,6 +67,22 @@ class LocalNorm(nn.Module):
     def of_sum(self, x_Th: Tensor, added_Th: Tensor) -> tuple[Tensor, Tensor]:
         """The RMSNorm of x + added, and x + added, by one launch on a GPU."""
         return rms_norm_of_sum(x_Th, added_Th, self.factor(compute_dtype(x_Th)), self.eps)
+
+
+class HeadNorm(LocalNorm):
+    """The norm of each head, one for all heads. It sees all rows of the heads of this rank.
+
+    Args:
+        config, hidden_size, eps: see `LocalNorm`; the size is that of a head.
+        tp_group: ranks over which the heads are split.
+    """
+
+    def __init__(
+        self, config: HybridConfig, hidden_size: int, eps: float, tp_group: dist.ProcessGroup
+    ):
+        super().__init__(config.with_all_rows(), hidden_size, eps)
+        for parameter in self.parameters():
+            sum_gradient_over_ranks(parameter, tp_group)
 
 
 class SplitNorm(LocalNorm):

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_hybrid.ops.chunk_grid import ChunkGrid
 from megatron_hybrid.ops.ragged import RaggedLayout
-from megatron_hybrid.ops.to_device import to_device
+from megatron_hybrid.ops.to_device import all_to_device
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,15 @@ class AnchoredChunks:
     first_chunks_R: Tensor
     """int32 `[R + 1]`: the first chunk of each sequence, and S."""
     last_chunks_R: Tensor
-    """int64 `[R]`: the last chunk of each sequence."""
+    """int32 `[R]`: the last chunk of each sequence."""
     places_S: Tensor
     """int32 `[S]`: numbers of the chunks that have captures, from 0; -1 for the others."""
     place_chunks: Tensor
-    """int64: those chunks."""
+    """int32: those chunks."""
     place_sequences: Tensor
-    """int64: their sequences, where they are the first chunk; else -1."""
+    """int32: their sequences, where they are the first chunk; else -1."""
     capture_places_n: Tensor
-    """int64 `[n]`: the number of the chunk of each capture."""
+    """int32 `[n]`: the number of the chunk of each capture."""
     capture_rows_n2: Tensor
     """int32 `[n, 2]`: first row of it, and the row after the capture."""
 
@@ -49,39 +50,30 @@ class AnchoredChunks:
 
     @classmethod
     def _make(cls, layout: RaggedLayout, chunk_size: int, device: torch.device) -> AnchoredChunks:
-        first_seq = layout.num_steps
-        bounds, owners, lasts, row = [0], [], [], 0
-        firsts = []  # chunk and row of each sequence's start
-        for r, length in enumerate(layout.lengths[first_seq:]):
-            start = layout.start_positions[first_seq + r]
-            firsts.append((len(owners), row))
-            ends = range(start - start % chunk_size + chunk_size, start + length, chunk_size)
-            for end in (*ends, start + length):
-                bounds.append(row + end - start)
-                owners.append(r)
-            lasts.append(len(owners) - 1)
-            row += length
-        chunks, rows = [], []
-        for count, owner in zip(layout.captures, layout.capture_sequences, strict=True):
-            if owner < first_seq:
-                continue
-            chunk, row = firsts[owner - first_seq]
-            count -= layout.cu_seqlens[first_seq]
-            start = layout.start_positions[owner]
-            chunk += (start % chunk_size + count - row - 1) // chunk_size
-            chunks.append(chunk)
-            rows.append((bounds[chunk], count))
-        places = {chunk: place for place, chunk in enumerate(dict.fromkeys(chunks))}
-        first_chunks = {chunk: r for r, (chunk, _) in enumerate(firsts)}
-        return cls(
-            to_device(bounds, device, torch.int32),
-            to_device(owners, device, torch.int32),
-            to_device([(chunk, 0) for chunk in range(len(owners))], device, torch.int32),
-            to_device([chunk for chunk, _ in firsts] + [len(owners)], device, torch.int32),
-            to_device(lasts, device),
-            to_device([places.get(chunk, -1) for chunk in range(len(owners))], device, torch.int32),
-            to_device(list(places), device),
-            to_device([first_chunks.get(chunk, -1) for chunk in places], device),
-            to_device([places[chunk] for chunk in chunks], device),
-            to_device(np.reshape(rows, (-1, 2)), device, torch.int32),
+        grid, before = ChunkGrid.of(layout, chunk_size, "cpu"), layout.num_step_tokens
+        counts_R, first_rows_R = np.asarray(grid.counts), np.asarray(grid.first_rows)
+        bounds_R = np.concatenate([[0], counts_R.cumsum()])
+        owners_S = np.repeat(np.arange(len(counts_R)), counts_R)
+        sizes_S = np.full(grid.num_chunks, chunk_size)
+        sizes_S[bounds_R[:-1]] -= first_rows_R
+        sizes_S[bounds_R[1:] - 1] -= counts_R * chunk_size - first_rows_R - grid.lengths
+        boundaries_S = np.concatenate([[0], sizes_S.cumsum()])
+        chunks_n = grid.capture_chunks.numpy()
+        ends_n = [count - before for count in layout.captures if count > before]
+        kept, places_n = np.unique(chunks_n, return_inverse=True)
+        places_S = np.full(grid.num_chunks, -1)
+        places_S[kept] = np.arange(len(kept))
+        numbers = (
+            boundaries_S,
+            owners_S,
+            np.stack([np.arange(grid.num_chunks), np.zeros_like(owners_S)], 1),
+            bounds_R,
+            bounds_R[1:] - 1,
+            places_S,
+            kept,
+            np.where(np.isin(kept, bounds_R), owners_S[kept], -1),
+            places_n,
+            np.stack([boundaries_S[chunks_n], ends_n], 1),
         )
+        tensors = all_to_device([each.ravel() for each in numbers], device)
+        return cls(*(tensor.view(each.shape) for tensor, each in zip(tensors, numbers)))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 
-from megatron_hybrid.ops.permutation import Permutation
+from megatron_hybrid.ops.permutation import Waves
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 
@@ -38,18 +39,8 @@ class ChunkGrid:
         ]
         self.num_chunks = sum(self.counts)
         self.is_full = self.num_chunks * chunk_size == sum(self.lengths)
-        firsts = [sum(self.counts[:r]) for r in range(len(self.counts))]
-
-        # Wave j holds the j-th chunk of every sequence that has one. With the longest sequences
-        # first, the sequences alive in a wave are a prefix of those of the wave before.
-        order = sorted(range(len(self.counts)), key=lambda r: -self.counts[r])
-        waves = [
-            [firsts[r] + j for r in order if j < self.counts[r]] for j in range(max(self.counts))
-        ]
-        self.wave_sizes = [len(wave) for wave in waves]
-        self._sequence_order = Permutation(order, device)
-        self._chunk_order = Permutation([chunk for wave in waves for chunk in wave], device)
-
+        self._waves = Waves(self.counts, device)
+        firsts = [0, *accumulate(self.counts)]
         chunks, rows = [], []
         for count, owner in zip(layout.captures, layout.capture_sequences, strict=True):
             if owner < first_seq:
@@ -95,12 +86,13 @@ class ChunkGrid:
         Returns each chunk's start state `[S, ...]`, the outputs `[S, ...]` (None where step has
         none) and the final states `[R, ...]`.
         """
-        state = self._sequence_order.apply(state_R)
+        state = self._waves.sequences.apply(state_R)
         waves = zip(
-            *(self._chunk_order.apply(x_S).split(self.wave_sizes) for x_S in inputs_S), strict=True
+            *(self._waves.items.apply(x_S).split(self._waves.sizes) for x_S in inputs_S),
+            strict=True,
         )
         starts, outputs, finals = [], [], []
-        for size, inputs in zip(self.wave_sizes, waves, strict=True):
+        for size, inputs in zip(self._waves.sizes, waves, strict=True):
             if size < len(state):
                 finals.append(state[size:])
                 state = state[:size]
@@ -108,9 +100,9 @@ class ChunkGrid:
             state, output = step(state, *inputs)
             outputs.append(output)
         finals.append(state)
-        start_S = self._chunk_order.invert(torch.cat(starts))
-        output_S = None if outputs[0] is None else self._chunk_order.invert(torch.cat(outputs))
-        return start_S, output_S, self._sequence_order.invert(torch.cat(finals[::-1]))
+        start_S = self._waves.items.invert(torch.cat(starts))
+        output_S = None if outputs[0] is None else self._waves.items.invert(torch.cat(outputs))
+        return start_S, output_S, self._waves.sequences.invert(torch.cat(finals[::-1]))
 
     def capture_decays(
         self, cum_SHL: torch.Tensor, dtype: torch.dtype

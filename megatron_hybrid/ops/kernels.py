@@ -96,16 +96,14 @@ class SequenceTable:
     """Flat row of each sequence's first token, and the number of tokens: `[R + 1]`."""
     starts: Tensor
     """Position of each sequence's first token: `[R]`."""
-    sequences: Tensor
-    """0 .. R - 1."""
+    numbers: Tensor
+    """0, 1, .., one for each sequence and each capture."""
     rows: Tensor
     """The sequence of each token: `[num_tokens]`."""
     captures: Tensor
     """The layout's captures: `[n]`."""
     capture_owners: Tensor
     """The sequence of each: `[n]`."""
-    capture_numbers: Tensor
-    """0 .. n - 1."""
     capture_offsets: Tensor
     """Number of each sequence's first capture, and n: `[R + 1]`."""
 
@@ -118,11 +116,10 @@ class SequenceTable:
             numbers = (
                 layout.cu_seqlens,
                 layout.start_positions,
-                range(R),
-                [r for r, length in enumerate(layout.lengths) for _ in range(length)],
+                range(max(R, len(owners))),
+                layout.sequence_ids("cpu"),
                 layout.captures,
                 owners,
-                range(len(owners)),
                 [bisect_left(owners, r) for r in range(R + 1)],
             )
             return cls(*all_to_device(numbers, device))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_hybrid.ops.to_device import to_device
@@ -192,9 +193,7 @@ class RaggedLayout:
         """The sequence of each token, int64 `[num_tokens]` (padding rows have none)."""
         return self.cached(
             ("sequence_ids", torch.device(device)),
-            lambda: to_device(
-                [r for r, length in enumerate(self.lengths) for _ in range(length)], device
-            ),
+            lambda: to_device(np.repeat(range(self.num_sequences), self.lengths), device),
         )
 
 

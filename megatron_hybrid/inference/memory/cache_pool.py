@@ -176,14 +176,13 @@ def _to_host(tensor: Tensor, rows: Tensor) -> Tensor:
 class ParkedRequest:
     """A preempted request's bytes in host memory: its KV blocks and its live slot."""
 
-    block_pages: Tensor  # uint8 [blocks, kv_pages_per_block, page_bytes]
-    local_pages: tuple[tuple[np.ndarray, Tensor], ...]  # per group: block indices, their bytes
+    blocks: list[tuple[np.ndarray, Tensor]]
+    """Of each block table: numbers of the blocks, and uint8 [blocks, pages, page_bytes]."""
     slot: Tensor  # uint8 [slot_bytes]
 
     @property
     def num_bytes(self) -> int:
-        tensors = [self.block_pages, self.slot, *(pages for _, pages in self.local_pages)]
-        return sum(tensor.numel() for tensor in tensors)
+        return self.slot.numel() + sum(pages.numel() for _, pages in self.blocks)
 
 
 class CachePool:
@@ -375,37 +374,23 @@ class CachePool:
 
     # Preemption --------------------------------------------------------------------------------
 
-    def park(
-        self, block_table: np.ndarray, local_tables: list[np.ndarray], num_tokens: int, slot: int
-    ) -> ParkedRequest:
+    def park(self, tables: list[np.ndarray], num_tokens: int, slot: int) -> ParkedRequest:
         """Copy a request's KV of `num_tokens` tokens and its live slot to host memory."""
-        num_blocks = -(-num_tokens // self.spec.block_size_tokens)
-        local_pages = []
-        for table in local_tables:
+        num_blocks, blocks = -(-num_tokens // self.spec.block_size_tokens), []
+        for table in tables:
             indices = np.flatnonzero(table[:num_blocks].any(axis=1))
-            local_pages.append((indices, self.pool[self._ids(table[indices])].cpu()))
-        return ParkedRequest(
-            self.pool[self._ids(block_table[:num_blocks])].cpu(),
-            tuple(local_pages),
-            self.slots[slot].cpu().clone(),
-        )
+            blocks.append((indices, self.pool[self._ids(table[indices])].cpu()))
+        return ParkedRequest(blocks, self.slots[slot].cpu().clone())
 
     def unpark(
-        self,
-        parked: ParkedRequest,
-        block_table: np.ndarray,
-        local_tables: list[np.ndarray],
-        first_block: int,
-        slot: int,
+        self, parked: ParkedRequest, tables: list[np.ndarray], first_block: int, slot: int
     ) -> None:
         """Copy parked bytes back: the live slot, the blocks of full attention from `first_block`
         on (those before are shared), and the local blocks in the tables."""
         self.slots[slot].copy_(parked.slot)
-        blocks = parked.block_pages[first_block:]
-        table = block_table[first_block : first_block + len(blocks)]
-        self.pool[self._ids(table)] = blocks.to(self.device)
-        for table, (indices, pages) in zip(local_tables, parked.local_pages):
+        for number, (table, (indices, pages)) in enumerate(zip(tables, parked.blocks)):
             needed = table[indices].any(axis=1)
-            self.pool[self._ids(table[indices[needed]])] = pages[torch.from_numpy(needed)].to(
-                self.device
-            )
+            if number == 0:
+                needed &= indices >= first_block
+            source = pages[torch.from_numpy(needed)].to(self.device)
+            self.pool[self._ids(table[indices[needed]])] = source

@@ -410,8 +410,7 @@ class Scheduler:
                 request.prompt_top_n_logprobs += scores.top_n_logprobs
             # One by one: after several tokens they would become visible at once.
             lease = request.lease
-            last = chunk.last_computed if chunk.num_accepted else chunk.end
-            for end in range(chunk.end, last + 1):
+            for end in range(chunk.end, chunk.last_computed + 1):
                 request.num_computed = end
                 self.cache.commit(lease, request.tokens, end)
             if lease.own_blocks is not None:  # drafts have lent some

@@ -177,8 +177,7 @@ class StepPlan:
         found = []
         for work in self.work:
             found += work.draws.items()
-            if work.draft_draws:
-                found += [(work.request_id, draw) for draw in work.draft_draws]
+            found += [(work.request_id, draw) for draw in work.draft_draws]
         return found + [drawn for ready in self.ready for drawn in ready.draws.items()]
 
     def save_keys(self) -> list[tuple[int, int]]:

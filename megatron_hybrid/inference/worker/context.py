@@ -164,7 +164,7 @@ class DynamicInferenceContext:
                 fewer is filled up with rows that are drafts to be taken back: see `end_recorded`.
         """
         self._buffer.begin()
-        ready_slots = [ready.slot for ready in plan.ready] if num_decodes is None else []
+        ready_slots = [ready.slot for ready in plan.ready]
         num_ready = len(ready_slots)
         self._buffer.host["ready_slots"][:num_ready] = ready_slots
         self._ready_slots = self._buffer.device["ready_slots"][:num_ready]
@@ -217,12 +217,6 @@ class DynamicInferenceContext:
             )
         return self._fixed_layouts[key]
 
-    def _fixed_states(self, count: int) -> Tensor:
-        """Room for the captures of a recorded step; always the same one."""
-        if self._fixed_staging is None:
-            self._fixed_staging = self.memory.staging(self.max_drafts * self._max_recorded)
-        return self._fixed_staging[:count]
-
     def forget_layouts(self) -> None:
         """Drop what recorded steps have made for their layouts."""
         self._fixed_layouts.clear()
@@ -242,10 +236,12 @@ class DynamicInferenceContext:
         if drawn := [(row, work) for row, work in enumerate(works) if work.source >= 0]:
             self._take_drawn(*zip(*drawn))  # single tokens come first
         num_captures = len(self._layout.captures)
-        if num_rows is not None and num_captures:
-            self._staging = self._fixed_states(num_captures)
-        else:
+        if num_rows is None or not num_captures:
             self._staging = self.memory.staging(num_captures)
+            return
+        if self._fixed_staging is None:  # a recorded step always writes to the same place
+            self._fixed_staging = self.memory.staging(self.max_drafts * self._max_recorded)
+        self._staging = self._fixed_staging[:num_captures]
 
     def _new_layout(self, works: list[Work]) -> RaggedLayout:
         captures, self.first_captures, begin, num_decodes = [], [], 0, 0
@@ -475,10 +471,6 @@ class DynamicInferenceContext:
         """The hidden states in the requests' live slots, [n, H]: of the token before the first one
         of the step; zeros where there is none."""
         return self.memory.hidden()[self._inputs["slots"]]
-
-    def hidden_of(self, slots: list[int]) -> Tensor:
-        """The hidden states in these live slots, [n, H]."""
-        return self.memory.hidden()[to_device(slots, self.memory.device)]
 
     def ready_hidden(self) -> Tensor:
         """Last hidden states of the plan's ready requests, [n, H]."""

@@ -185,8 +185,7 @@ class GraphRunner:
             rows = [i * num_rows + j for i, count in enumerate(wanted) for j in range(count)]
             logits_nV = logits_nV.index_select(0, to_device(rows, logits_nV.device))
         if plan.ready:  # they need no forward
-            hidden_nH = self._context.hidden_of([ready.slot for ready in plan.ready])
-            ready_nV = self._model.compute_logits(hidden_nH)
+            ready_nV = self._model.compute_logits(self._context.ready_hidden())
             logits_nV = torch.cat([logits_nV, ready_nV.to(logits_nV.dtype)])
         return logits_nV
 
@@ -214,29 +213,25 @@ class GraphRunner:
         graph.replay()
         return graph.output[:count]
 
-    def capture(self, size: int, num_rows: int) -> bool:
+    def capture(self, size: int, num_rows: int) -> None:
         """Capture steps of `size` decodes of so many rows, unless that is done. Call it on all
-        ranks, between steps. Returns whether there is a graph; if it fails on one of them, there is
-        none on any, and the other graphs stay."""
+        ranks, between steps. If it fails on one of them, there is no such graph on any, and the
+        other graphs stay."""
         key = size, num_rows
         if key in self._graphs:
-            return True
+            return
         exchange = _Exchange(self._ranks)
         try:
             graph = self._capture(size, num_rows, exchange)
         except (RuntimeError, MemoryError) as error:
-            reason, graph = str(error).strip().split("\n")[0], None
+            reason = str(error).strip().split("\n")[0]
             exchange.end(has_failed=True)
             if reason not in self._told:
                 self._told.add(reason)
                 logger.warning("decodes run without CUDA graphs: %s", reason)
         else:
-            if exchange.end(has_failed=False):
-                graph = None
-        if graph is None:
-            return False
-        self._graphs[key], self._read = graph, self._what_is_read()
-        return True
+            if not exchange.end(has_failed=False):
+                self._graphs[key], self._read = graph, self._what_is_read()
 
     def _capture(self, size: int, num_rows: int, exchange: _Exchange) -> CudaGraph:
         """Capture steps of `size` decodes, by one of rows of no request."""

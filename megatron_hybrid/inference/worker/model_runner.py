@@ -248,15 +248,14 @@ class ModelRunner:
         _note_drawn(result, drawn)
 
     def _park(self, park: Park) -> None:
-        blocks, *local = park.tables
-        self._parked[park.request_id] = self.memory.park(blocks, local, park.num_tokens, park.slot)
+        parked = self.memory.park(park.tables, park.num_tokens, park.slot)
+        self._parked[park.request_id] = parked
 
     def _unpark(self, unpark: Unpark) -> None:
         parked = self._parked.pop(unpark.request_id, None)
         if parked is None:
             raise MemoryError(f"request {unpark.request_id} found no host memory to be parked in")
-        blocks, *local = unpark.tables
-        self.memory.unpark(parked, blocks, local, unpark.first_block, unpark.slot)
+        self.memory.unpark(parked, unpark.tables, unpark.first_block, unpark.slot)
 
     def _restore(self, restore: Restore) -> None:
         self._parked.pop(restore.request_id, None)  # a failed step's: it starts from the cache
@@ -304,28 +303,24 @@ class ModelRunner:
                 Keys and values of the part are written there and at the drafts but the last.
             most: drafts of each, at least 1, descending.
         """
-        context, drafts, hidden_Th = self.context.prediction, [], None
-        context.begin_drafts()
-        try:
-            with self._computing():
-                for number in range(most[0]):
-                    count = sum(own > number for own in most)
-                    at = [replace(own, start=own.start + number) for own in works[:count]]
-                    ids_n, logits_nV = drafts[-1] if drafts else None, None
-                    if self.graphs is not None and hidden_Th is None:
-                        logits_nV = self.graphs.predict(StepPlan(work=at), ids_n)
-                    if logits_nV is None:
-                        logits_nV, hidden_Th = self._predicted(at, ids_n, hidden_Th)
-                    draws = [
-                        draw._replace(position=draw.position + number)
-                        for own in at
-                        for draw in own.draws.values()
-                    ]
-                    tokens_n = sample(logits_nV, draws)
-                    # Of those that would be drawn again, the likeliest token.
-                    drafts.append(torch.where(tokens_n < 0, logits_nV.argmax(-1), tokens_n))
-        finally:
-            context.end_drafts()
+        drafts, hidden_Th = [], None
+        with self.context.prediction.drafting(), self._computing():
+            for number in range(most[0]):
+                count = sum(own > number for own in most)
+                at = [replace(own, start=own.start + number) for own in works[:count]]
+                ids_n, logits_nV = drafts[-1] if drafts else None, None
+                if self.graphs is not None and hidden_Th is None:
+                    logits_nV = self.graphs.predict(StepPlan(work=at), ids_n)
+                if logits_nV is None:
+                    logits_nV, hidden_Th = self._predicted(at, ids_n, hidden_Th)
+                draws = [
+                    draw._replace(position=draw.position + number)
+                    for own in at
+                    for draw in own.draws.values()
+                ]
+                tokens_n = sample(logits_nV, draws)
+                # Of those that would be drawn again, the likeliest token.
+                drafts.append(torch.where(tokens_n < 0, logits_nV.argmax(-1), tokens_n))
         columns = to_host(HostCopy(drafts))
         return [[column[i] for column in columns[:own]] for i, own in enumerate(most)]
 
@@ -348,23 +343,20 @@ class ModelRunner:
 
     def sample(self, plan: StepPlan, logits_nV: Tensor) -> Drawn | None:
         """Draw the tokens of a plan, on the device. None: it has no draws."""
-        draws: list[Draw] = []
+        draws = [draw for _, draw in plan.draws()]
+        if not draws:
+            return None
         rows: list[int] = []
         end = 0
         for work in plan.work:
             end += work.num_logits
             if work.draws:
                 known = end - 1 - len(work.draft_draws)
-                draws += work.draws.values()
-                draws += work.draft_draws
                 rows += [known] * len(work.draws)
                 rows += range(known + 1, end)
         for ready in plan.ready:
-            draws += ready.draws.values()
             rows += [end] * len(ready.draws)
             end += 1
-        if not draws:
-            return None
         if rows != list(range(len(logits_nV))):
             logits_nV = logits_nV.index_select(0, to_device(rows, logits_nV.device))
         return self._draw(logits_nV, draws, NUM_CANDIDATES)
@@ -448,13 +440,12 @@ class ModelRunner:
     def _save(self, plan: StepPlan, result: StepResult) -> None:
         captured = self.context.captured_states()
         for work, first in zip(plan.work, self.context.first_captures):
-            positions = work.captures if work.saves else []
             for save in work.saves:
                 # The state at the end is the live slot itself.
                 if save.position == work.end:
                     state = self.memory.slots[work.slot]
                 else:
-                    state = captured[first + positions.index(save.position)]
+                    state = captured[first + work.captures.index(save.position)]
                 self._save_state(state, save, work.request_id, result)
 
     @torch.inference_mode()

@@ -9,6 +9,8 @@ a state folds it in all the same, with a hidden state of zeros.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 
@@ -36,13 +38,15 @@ class PredictionContext:
         self._num_layers = num_layers
         self._copies: dict[tuple[int, str], Tensor] | None = None
 
-    def begin_drafts(self) -> None:
-        """States of the steps up to `end_drafts` are copies: what they compute is not known to be
-        accepted. Keys and values need none, as they lie after all that is."""
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """States of the steps inside are copies: what they compute is not known to be accepted.
+        Keys and values need none, as they lie after all that is."""
         self._copies = {}
-
-    def end_drafts(self) -> None:
-        self._copies = None
+        try:
+            yield
+        finally:
+            self._copies = None
 
     def ragged_layout(self) -> RaggedLayout:
         return self._context.ragged_layout()
@@ -54,11 +58,10 @@ class PredictionContext:
         states = self._context.states(self._num_layers + layer_number, name)
         if self._copies is None:
             return states
-        count = len(states.slot_ids_R)
         key = layer_number, name
         if key not in self._copies:
             self._copies[key] = states.pool_S.index_select(0, states.slot_ids_R)
-        rows = torch.arange(count, device=states.slot_ids_R.device)
+        rows = torch.arange(len(states.slot_ids_R), device=states.slot_ids_R.device)
         return SlotStates(self._copies[key], rows)
 
     def attend(

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.attention import AttentionMixer
-from megatron_hybrid.models.mixers.base import LayerCache, Mixer, MixerPlace
+from megatron_hybrid.models.mixers.base import LayerCache, Mixer, MixerPlace, with_bias
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.mlp import MLPMixer
-from megatron_hybrid.models.mixers.parallel_heads import with_bias
 
 
 class AttentionAndMLPMixer(Mixer):

@@ -164,3 +164,8 @@ class Mixer(MegatronModule):
     def training_reasons(self) -> tuple[str, ...]:
         """Why a row may differ in its last bits from that of a forward without a cache."""
         return ()
+
+
+def with_bias(output_Th: Tensor, bias: Tensor | None) -> Tensor:
+    """The output of a part, with its bias if it has one."""
+    return output_Th if bias is None else output_Th + bias

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.mixers.base import Mixer, MixerPlace
+from megatron_hybrid.models.mixers.base import Mixer, MixerPlace, with_bias
 from megatron_hybrid.models.mixers.experts import Experts
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.mlp import MLPMixer
@@ -39,9 +39,7 @@ class DenseAndExpertsMixer(Mixer):
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, None]:
         """[T, hidden] -> (output [T, hidden], None); padding rows get the MLP alone."""
-        dense_Th, bias = self.dense(self.pre_dense_layernorm(hidden_Th), context)
-        if bias is not None:
-            dense_Th = dense_Th + bias
+        dense_Th = with_bias(*self.dense(self.pre_dense_layernorm(hidden_Th), context))
         weights_nE, chosen_nE = self.router(self._router_input(hidden_Th), context)
         y_Th = self.experts(
             self.pre_experts_layernorm(hidden_Th),

@@ -6,16 +6,12 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.derived_weights import from_weights
 from megatron_hybrid.models.mixers.base import MixerPlace, StateTensor
 from megatron_hybrid.models.mixers.gated_norm import GatedHeadNorm
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.recurrent import RecurrentMixer
-from megatron_hybrid.models.mixers.time_step import typical_decay
-from megatron_hybrid.models.sharding.tensor_sharding import Cut, sharded_parameter
+from megatron_hybrid.models.mixers.time_step import initial_A_log, typical_decay
 from megatron_hybrid.ops import gated_delta_rule, time_steps
-
-_A_RANGE = (1.0, 16.0)
 
 
 class GatedDeltaNetMixer(RecurrentMixer):
@@ -23,7 +19,6 @@ class GatedDeltaNetMixer(RecurrentMixer):
 
     recompute_name = "gated_delta_net"
     chunk_field = "linear_chunk_size"
-    input_projection = "in_proj"
 
     def __init__(self, config: HybridConfig, place: MixerPlace):
         key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
@@ -47,10 +42,8 @@ class GatedDeltaNetMixer(RecurrentMixer):
         widths = self.in_proj.weight.cut.local_sections
         self.split_sizes = [sum(widths[:3]), *widths[3:]]
         # Decay and time step stay in fp32 in a bf16 model, as in Mamba-2.
-        cut, rank = Cut(0, (value_heads,), tp_size), place.pg_collection.tp.rank()
-        A_log = torch.empty(value_heads).uniform_(*_A_RANGE).log()
-        self.A_log = sharded_parameter(A_log, cut, rank)
-        self.dt_bias = sharded_parameter(torch.ones(value_heads), cut, rank)
+        self.A_log = self._own_part(initial_A_log(value_heads))
+        self.dt_bias = self._own_part(torch.ones(value_heads))
         self.out_norm = GatedHeadNorm(config, value_dim, place.pg_collection.tp, "silu")
         self.out_proj = self._build_output(values)
 
@@ -73,7 +66,7 @@ class GatedDeltaNetMixer(RecurrentMixer):
             ],
             -1,
         )
-        A_H = from_weights(self, "A", lambda: -self.A_log.float().exp())
+        A_H = self._decay_rates()
         g_TH, beta_TH = time_steps(alpha, self.dt_bias, A_H, beta_TH=beta, max_beta=self.max_beta)
         o_THP = gated_delta_rule(
             q.unflatten(-1, (self.num_key_heads, self.key_dim)),

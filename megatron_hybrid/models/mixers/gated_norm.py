@@ -10,19 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.norms import LocalNorm
-from megatron_hybrid.models.sharding.collectives import sum_gradient_over_ranks, sum_over_ranks
+from megatron_hybrid.models.norms import HeadNorm
+from megatron_hybrid.models.sharding.collectives import sum_over_ranks
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
 from megatron_hybrid.ops import activate, gated_rms_norm
 from megatron_hybrid.ops.checks import compute_dtype
 from megatron_hybrid.ops.norm.reference import GATES
 
 
-class GatedHeadNorm(LocalNorm):
+class GatedHeadNorm(HeadNorm):
     """The norm of a delta rule's outputs, one for all heads, times an activation of the gate.
 
     Args:
-        config: the fields `linear_norm_*` are used, and those of `LocalNorm`.
+        config: the fields `linear_norm_*` are used, and those of `HeadNorm`.
         head_dim: width of a value head.
         tp_group: ranks over which the heads are split.
         activation: "silu" or "sigmoid".
@@ -32,13 +32,11 @@ class GatedHeadNorm(LocalNorm):
         self, config: HybridConfig, head_dim: int, tp_group: dist.ProcessGroup, activation: str
     ):
         config = copy(config)
-        config.sequence_parallel = False  # it sees all rows, and its gradient is summed below
         if config.linear_norm_zero_centered_gamma is not None:
             config.layernorm_zero_centered_gamma = config.linear_norm_zero_centered_gamma
-        super().__init__(config, head_dim, config.linear_norm_epsilon or config.layernorm_epsilon)
+        eps = config.linear_norm_epsilon or config.layernorm_epsilon
+        super().__init__(config, head_dim, eps, tp_group)
         self.activation = activation
-        for parameter in self.parameters():
-            sum_gradient_over_ranks(parameter, tp_group)
 
     def forward(self, y_THP: Tensor, gate_THP: Tensor) -> Tensor:
         """Norm and gate in fp32 (float64 for float64); returns [T, H, P] in the dtype of y."""

@@ -14,7 +14,6 @@ class GatedShortConvMixer(RecurrentMixer):
     """y = C * conv(B * x), where B, C and x are projections of the layer's input."""
 
     recompute_name = "short_conv"
-    input_projection = "in_proj"
 
     def __init__(self, config: HybridConfig, place: MixerPlace):
         width, bias = config.hidden_size, config.short_conv_bias

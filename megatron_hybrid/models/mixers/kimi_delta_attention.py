@@ -6,17 +6,13 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.derived_weights import from_weights
 from megatron_hybrid.models.mixers.base import MixerPlace, StateTensor
 from megatron_hybrid.models.mixers.gated_norm import GatedHeadNorm
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import ReplicatedLinear, build_input_projection
 from megatron_hybrid.models.mixers.recurrent import RecurrentMixer
-from megatron_hybrid.models.mixers.time_step import initial_dt_bias, typical_decay
-from megatron_hybrid.models.sharding.tensor_sharding import Cut, sharded_parameter
+from megatron_hybrid.models.mixers.time_step import initial_A_log, initial_dt_bias, typical_decay
 from megatron_hybrid.ops import kimi_delta_attention, time_steps
-
-_A_RANGE = (1.0, 16.0)
 
 
 class KimiDeltaAttentionMixer(RecurrentMixer):
@@ -28,6 +24,7 @@ class KimiDeltaAttentionMixer(RecurrentMixer):
     """
 
     recompute_name = "kimi_delta_attention"
+    input_projection = None  # the gates read the input, too
 
     def __init__(self, config: HybridConfig, place: MixerPlace):
         key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
@@ -63,10 +60,8 @@ class KimiDeltaAttentionMixer(RecurrentMixer):
             )
             self.add_module(f"{gate}_b_proj" if low_rank else f"{gate}_proj", up)
         # Decay and time step stay in fp32 in a bf16 model, as in Mamba-2.
-        rank = place.pg_collection.tp.rank()
-        A_log = torch.empty(heads).uniform_(*_A_RANGE).log()
-        self.A_log = sharded_parameter(A_log, Cut(0, (heads,), tp_size), rank)
-        self.dt_bias = sharded_parameter(initial_dt_bias(keys), Cut(0, (keys,), tp_size), rank)
+        self.A_log = self._own_part(initial_A_log(heads))
+        self.dt_bias = self._own_part(initial_dt_bias(keys))
         self.out_norm = GatedHeadNorm(config, self.value_dim, place.pg_collection.tp, "sigmoid")
         self.out_proj = self._build_output(values)
 
@@ -103,7 +98,7 @@ class KimiDeltaAttentionMixer(RecurrentMixer):
         g_TC, beta_TH = time_steps(
             self._gate("f", hidden_Th),
             self.dt_bias,
-            from_weights(self, "A", lambda: -self.A_log.float().exp()),
+            self._decay_rates(),
             beta_TH=beta_TH,
             max_beta=self.max_beta,
             bound=self.config.kda_decay_bound,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,8 +12,7 @@ from megatron_hybrid.models.mixers.gated_norm import GatedGroupNorm
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.recurrent import RecurrentMixer
 from megatron_hybrid.models.mixers.rotary import build_rotary
-from megatron_hybrid.models.norms import LocalNorm
-from megatron_hybrid.models.sharding.collectives import sum_gradient_over_ranks
+from megatron_hybrid.models.norms import HeadNorm
 from megatron_hybrid.ops import activate, ssd_scan
 
 
@@ -29,7 +26,6 @@ class LightningAttentionMixer(RecurrentMixer):
 
     recompute_name = "lightning_attention"
     chunk_field = "linear_chunk_size"
-    input_projection = "in_proj"
 
     def __init__(self, config: HybridConfig, place: MixerPlace):
         heads, tp = config.linear_num_key_heads, place.pg_collection.tp
@@ -56,16 +52,9 @@ class LightningAttentionMixer(RecurrentMixer):
         if config.lightning_rope:
             key_dim = config.linear_key_head_dim
             self.rotary = build_rotary(config, int(key_dim * config.rotary_percent))
-            self.q_norm, self.k_norm = (self._head_norm(key_dim) for _ in range(2))
-
-    def _head_norm(self, size: int) -> LocalNorm:
-        """A norm of each head, which sees all rows of the heads of this rank."""
-        config = copy(self.config)
-        config.sequence_parallel = False
-        norm = LocalNorm(config, size, config.layernorm_epsilon)
-        for parameter in norm.parameters():
-            sum_gradient_over_ranks(parameter, self.pg_collection.tp)
-        return norm
+            self.q_norm, self.k_norm = (
+                HeadNorm(config, key_dim, config.layernorm_epsilon, tp) for _ in range(2)
+            )
 
     def recurrent_states(self) -> tuple[StateTensor, ...]:
         """[H, P, N]."""

@@ -7,7 +7,6 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.derived_weights import from_weights
 from megatron_hybrid.models.mixers.base import MixerPlace, StateTensor
 from megatron_hybrid.models.mixers.gated_norm import gated
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
@@ -17,7 +16,7 @@ from megatron_hybrid.models.mixers.projections import (
 )
 from megatron_hybrid.models.mixers.recurrent import RecurrentMixer
 from megatron_hybrid.models.mixers.time_step import initial_dt_bias, typical_decay
-from megatron_hybrid.models.sharding.tensor_sharding import Cut, shard, sharded_parameter
+from megatron_hybrid.models.sharding.tensor_sharding import shard
 from megatron_hybrid.ops import selective_scan, time_steps
 from megatron_hybrid.ops.checks import join
 from megatron_hybrid.ops.linear import linear
@@ -31,7 +30,6 @@ class Mamba1Mixer(RecurrentMixer):
     """
 
     recompute_name = "mamba"
-    input_projection = "in_proj"
 
     def __init__(self, config: HybridConfig, place: MixerPlace):
         inner, rank = config.mamba1_inner_size, config.mamba1_dt_rank
@@ -50,14 +48,14 @@ class Mamba1Mixer(RecurrentMixer):
         self.split_sizes = [rank, self.state_dim, self.state_dim]
 
         # Decay and skip stay in fp32 in a bf16 model, as in Mamba-2.
-        cut, decay = Cut(0, (inner,), tp_size), torch.arange(1.0, self.state_dim + 1.0).log()
-        self.A_log = sharded_parameter(decay.repeat(inner, 1), cut, tp_rank)
-        self.D = sharded_parameter(torch.ones(inner), cut, tp_rank)
+        decay = torch.arange(1.0, self.state_dim + 1.0).log()
+        self.A_log = self._own_part(decay.repeat(inner, 1))
+        self.D = self._own_part(torch.ones(inner))
         self.out_proj = self._build_output(inner, config.mamba1_proj_bias)
         self.num_heads = max(1, config.mamba1_num_heads // tp_size)
         """Heads of this rank."""
         if config.mamba1_num_heads > 1:
-            self._build_heads(config.mamba1_num_heads, cut, tp_rank)
+            self._build_heads(config.mamba1_num_heads)
             return
 
         # dt, B and C are sums over the channels of all ranks, in all rows.
@@ -89,18 +87,18 @@ class Mamba1Mixer(RecurrentMixer):
             bias = self.dt_proj.bias
             bias.copy_(shard(initial_dt_bias(inner), bias, tp_rank))
 
-    def _build_heads(self, heads: int, cut: Cut, tp_rank: int) -> None:
-        """The projections to dt, B and C of each head. cut: of the channels."""
-        config, rank = self.config, self.split_sizes[0]
-        width, channels = sum(self.split_sizes), cut.size // heads
-        x_weight, dt_weight = torch.empty(heads * width, channels), torch.empty(cut.size, rank)
+    def _build_heads(self, heads: int) -> None:
+        """The projections to dt, B and C of each head."""
+        config, inner, rank = self.config, self.num_full_channels, self.split_sizes[0]
+        width, channels = sum(self.split_sizes), inner // heads
+        x_weight, dt_weight = torch.empty(heads * width, channels), torch.empty(inner, rank)
         if config.perform_initialization:
             config.init_method(x_weight)
             dt_weight.uniform_(-(rank**-0.5), rank**-0.5)
-        of_heads, dtype = Cut(0, (heads * width,), cut.num_ranks), config.params_dtype
-        self.x_proj_weight = sharded_parameter(x_weight.to(dtype), of_heads, tp_rank)
-        self.dt_proj_weight = sharded_parameter(dt_weight.to(dtype), cut, tp_rank)
-        self.dt_proj_bias = sharded_parameter(initial_dt_bias(cut.size).to(dtype), cut, tp_rank)
+        dtype = config.params_dtype
+        self.x_proj_weight = self._own_part(x_weight.to(dtype))
+        self.dt_proj_weight = self._own_part(dt_weight.to(dtype))
+        self.dt_proj_bias = self._own_part(initial_dt_bias(inner).to(dtype))
 
     def recurrent_states(self) -> tuple[StateTensor, ...]:
         """[C, N], for each head."""
@@ -123,7 +121,7 @@ class Mamba1Mixer(RecurrentMixer):
         projected, _ = self.in_proj(hidden_Th)
         x_TC, z_TC = projected.chunk(2, -1)
         x_TC = self.conv1d(x_TC, context, self.layer_number)
-        A_CN = from_weights(self, "A", lambda: -self.A_log.float().exp())
+        A_CN = self._decay_rates()
         layout, heads = context.ragged_layout(), self.num_heads
         inputs = zip(
             x_TC.chunk(heads, -1),

@@ -6,16 +6,12 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.derived_weights import from_weights
 from megatron_hybrid.models.mixers.base import MixerPlace, StateTensor
 from megatron_hybrid.models.mixers.gated_norm import GatedGroupNorm, gated
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.recurrent import RecurrentMixer
-from megatron_hybrid.models.mixers.time_step import initial_dt_bias, typical_decay
-from megatron_hybrid.models.sharding.tensor_sharding import Cut, sharded_parameter
+from megatron_hybrid.models.mixers.time_step import initial_A_log, initial_dt_bias, typical_decay
 from megatron_hybrid.ops import ssd_scan, time_steps
-
-_A_RANGE = (1.0, 16.0)
 
 
 class Mamba2Mixer(RecurrentMixer):
@@ -23,7 +19,6 @@ class Mamba2Mixer(RecurrentMixer):
 
     recompute_name = "mamba"
     chunk_field = "mamba_chunk_size"
-    input_projection = "in_proj"
 
     def __init__(self, config: HybridConfig, place: MixerPlace):
         heads, groups = config.mamba_num_heads, config.mamba_num_groups
@@ -52,10 +47,9 @@ class Mamba2Mixer(RecurrentMixer):
             multipliers = torch.cat([f.expand(width) for f, width in zip(factors, widths)])
         self.register_buffer("multipliers", multipliers, persistent=False)
         # Time step, decay and skip stay in fp32 in a bf16 model; in core the last two do.
-        cut, rank = Cut(0, (heads,), tp_size), place.pg_collection.tp.rank()
-        self.dt_bias = sharded_parameter(initial_dt_bias(heads), cut, rank)
-        self.A_log = sharded_parameter(torch.empty(heads).uniform_(*_A_RANGE).log(), cut, rank)
-        self.D = sharded_parameter(torch.ones(heads), cut, rank)
+        self.dt_bias = self._own_part(initial_dt_bias(heads))
+        self.A_log = self._own_part(initial_A_log(heads))
+        self.D = self._own_part(torch.ones(heads))
         self.norm = None
         if config.mamba_gated_norm != "none":
             self.norm = GatedGroupNorm(
@@ -94,7 +88,7 @@ class Mamba2Mixer(RecurrentMixer):
         y_THP = ssd_scan(
             x.unflatten(-1, (self.num_heads, self.head_dim)),
             dt,
-            from_weights(self, "A", lambda: -self.A_log.float().exp()),
+            self._decay_rates(),
             B.unflatten(-1, (self.num_groups, self.state_dim)),
             C.unflatten(-1, (self.num_groups, self.state_dim)),
             self.D.float(),

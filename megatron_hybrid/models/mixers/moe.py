@@ -7,7 +7,7 @@ from copy import copy
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.mixers.base import Mixer, MixerPlace
+from megatron_hybrid.models.mixers.base import Mixer, MixerPlace, with_bias
 from megatron_hybrid.models.mixers.experts import Experts
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.mlp import MLPMixer
@@ -70,9 +70,7 @@ class SharedExperts(MLPMixer):
 
     def forward(self, hidden_Th: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
-        output_Th, bias = super().forward(hidden_Th, None)
-        if bias is not None:
-            output_Th = output_Th + bias
+        output_Th = with_bias(*super().forward(hidden_Th, None))
         if self.gate_weight is not None:
             # Not F.linear: over one column, the bits of a row would depend on the number of rows.
             weight_h = self.gate_weight.to(compute_dtype(hidden_Th))

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.attention import AttentionMixer
-from megatron_hybrid.models.mixers.base import LayerCache, Mixer, MixerPlace
+from megatron_hybrid.models.mixers.base import LayerCache, Mixer, MixerPlace, with_bias
 from megatron_hybrid.models.mixers.mamba2 import Mamba2Mixer
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 
@@ -38,8 +38,3 @@ class ParallelHeadsMixer(Mixer):
             with_bias(*attended) * config.attention_output_multiplier
             + with_bias(*scanned) * config.mamba_output_multiplier
         ), None
-
-
-def with_bias(output_Th: Tensor, bias: Tensor | None) -> Tensor:
-    """The output of a part, with its bias if it has one."""
-    return output_Th if bias is None else output_Th + bias

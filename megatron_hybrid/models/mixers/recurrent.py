@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.derived_weights import from_weights
 from megatron_hybrid.models.mixers.base import LayerCache, Mixer, MixerPlace, StateTensor
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import (
@@ -31,7 +32,7 @@ class ShortConv(nn.Module):
         bias: whether it has one.
         tp_group: tensor-parallel ranks.
         dtype: dtype of the parameters.
-        tail_dtype: dtype of the tail; None: that of the parameters.
+        tail_dtype: dtype of the tail.
         activation: "silu" or None.
         copies: see `Cut`.
     """
@@ -46,13 +47,12 @@ class ShortConv(nn.Module):
         bias: bool,
         tp_group: dist.ProcessGroup,
         dtype: torch.dtype,
-        activation: str | None = "silu",
-        copies: tuple[int, ...] | None = None,
-        tail_dtype: torch.dtype | None = None,
+        tail_dtype: torch.dtype,
+        activation: str | None,
+        copies: tuple[int, ...] | None,
     ):
         super().__init__()
-        self.tail_dtype = tail_dtype or dtype
-        self.activation = activation
+        self.tail_dtype, self.activation = tail_dtype, activation
         self.cut = cut = Cut(0, tuple(sections), tp_group.size(), section_names, copies)
         # As nn.Conv1d draws them: fan-in is the kernel width, the convolution being depthwise.
         bound = 1.0 / math.sqrt(kernel_size)
@@ -97,6 +97,8 @@ class RecurrentMixer(Mixer):
         activation: of `conv1d`, "silu" or None.
         conv_dtype: of the parameters of `conv1d`; None: that of the config.
     """
+
+    input_projection = "in_proj"
 
     splits_rows = True
 
@@ -155,6 +157,15 @@ class RecurrentMixer(Mixer):
             comm_buffer="fc2",
             bias=bias,
         )
+
+    def _own_part(self, full: Tensor) -> nn.Parameter:
+        """This rank's heads or channels of a parameter, the first dimension of `full`."""
+        tp = self.pg_collection.tp
+        return sharded_parameter(full, Cut(0, (len(full),), tp.size()), tp.rank())
+
+    def _decay_rates(self) -> Tensor:
+        """-exp(A_log), fp32."""
+        return from_weights(self, "A", lambda: -self.A_log.float().exp())
 
     def cache_requirements(self) -> LayerCache:
         """A convolution tail and the state, those of them that there are."""

@@ -9,7 +9,6 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.base import MixerPlace, StateTensor
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.recurrent import RecurrentMixer
-from megatron_hybrid.models.sharding.tensor_sharding import Cut, sharded_parameter
 from megatron_hybrid.ops import activate, selective_scan
 from megatron_hybrid.ops.activations import sigmoid, softplus
 from megatron_hybrid.ops.linear import full_rows
@@ -30,7 +29,6 @@ class RGLRUMixer(RecurrentMixer):
     """
 
     recompute_name = "rg_lru"
-    input_projection = "in_proj"
 
     def __init__(self, config: HybridConfig, place: MixerPlace):
         width, blocks = config.lru_width, config.lru_num_blocks
@@ -44,20 +42,18 @@ class RGLRUMixer(RecurrentMixer):
             conv_bias=True,
             activation=None,
         )
-        tp, dtype = place.pg_collection.tp, config.params_dtype
-        cut = Cut(0, (width,), tp.size())
-        self.num_blocks, self.full_width = blocks // tp.size(), width
+        dtype, tp_size = config.params_dtype, place.pg_collection.tp.size()
+        self.num_blocks, self.full_width = blocks // tp_size, width
         for gate in ("input", "recurrent"):
             weight = torch.empty(width, width // blocks)
             if config.perform_initialization:
                 config.init_method(weight)
-            weight = sharded_parameter(weight.to(dtype), cut, tp.rank())
-            self.register_parameter(f"{gate}_gate_weight", weight)
-            bias = sharded_parameter(torch.zeros(width, dtype=dtype), cut, tp.rank())
+            self.register_parameter(f"{gate}_gate_weight", self._own_part(weight.to(dtype)))
+            bias = self._own_part(torch.zeros(width, dtype=dtype))
             self.register_parameter(f"{gate}_gate_bias", bias)
         rates = -torch.empty(width).uniform_(*_DECAYS).log() / _RATE
         recurrent_param = rates.expm1().log()  # the inverse of softplus
-        self.recurrent_param = sharded_parameter(recurrent_param.to(dtype), cut, tp.rank())
+        self.recurrent_param = self._own_part(recurrent_param.to(dtype))
         self.out_proj = self._build_output(width, bias=True)
 
     def recurrent_states(self) -> tuple[StateTensor, ...]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 _RANGE = (1e-3, 1e-1)
 _FLOOR = 1e-4
+_DECAY_RATES = (1.0, 16.0)
 
 
 def initial_dt_bias(size: int) -> Tensor:
@@ -18,6 +19,11 @@ def initial_dt_bias(size: int) -> Tensor:
     low, high = (math.log(limit) for limit in _RANGE)
     dt = torch.empty(size).uniform_(low, high).exp().clamp(min=_FLOOR)
     return dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus
+
+
+def initial_A_log(size: int) -> Tensor:
+    """[size] fp32: logarithms of decay rates that are uniform over the range of Mamba-2."""
+    return torch.empty(size).uniform_(*_DECAY_RATES).log()
 
 
 def typical_decay(A_log: Tensor, dt_bias: Tensor, bound: float | None = None) -> Tensor:

@@ -221,10 +221,10 @@ def run(
     grid = triton.cdiv(layout.num_tokens, ROWS), blocks
     tables = table.rows, table.boundaries
     conv_kernel(grid, (*tensors, *tables), (layout.num_tokens,), **form)
-    targets = [(pool, slots, table.boundaries[1:], table.sequences)]
+    targets = [(pool, slots, table.boundaries[1:], table.numbers)]
     if layout.captures:  # before the tails that they may need are written over
-        places = table.capture_numbers
-        targets.insert(0, (states.captured_n, places, table.captures, table.capture_owners))
+        own = states.captured_n, table.numbers, table.captures, table.capture_owners
+        targets.insert(0, own)
     for out, places, ends, owners in targets:
         tails_kernel(
             (len(ends), blocks),

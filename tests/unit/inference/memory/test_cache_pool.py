@@ -173,7 +173,7 @@ def test_parked_bytes_come_back_elsewhere(num_tokens, shared_blocks, model):
     local[:rolled] = 0
     expected = memory.pool[torch.from_numpy(table)], memory.pool[torch.from_numpy(local)]
     slot = memory.slots[0].clone()
-    parked = memory.park(table, [local], num_tokens, slot=0)
+    parked = memory.park([table, local], num_tokens, slot=0)
     assert parked.num_bytes == slot.numel() + memory.spec.page_bytes * (
         blocks * columns + blocks - rolled
     )
@@ -184,7 +184,7 @@ def test_parked_bytes_come_back_elsewhere(num_tokens, shared_blocks, model):
     new_local = local + 10
     new_local[:rolled] = 0
     first = min(shared_blocks, blocks)
-    memory.unpark(parked, new_table, [new_local], first_block=first, slot=2)
+    memory.unpark(parked, [new_table, new_local], first_block=first, slot=2)
     assert torch.equal(memory.slots[2], slot)
     back = memory.pool[torch.from_numpy(new_table)], memory.pool[torch.from_numpy(new_local)]
     assert torch.equal(back[0][first:blocks], expected[0][first:blocks])
