@@ -185,7 +185,8 @@ def require_unpacked(model: nn.Module, task: str) -> None:
 def linear(x: Tensor, weight: Tensor | PackedWeight, module: nn.Module) -> Tensor:
     """x W^T, `[..., in] -> [..., out]`. module: whose weight it is."""
     if isinstance(weight, PackedWeight):
-        return packed_linear(x.reshape(-1, x.shape[-1]), *weight.parts).view(*x.shape[:-1], -1)
+        rows = packed_linear(x.reshape(-1, x.shape[-1]), *weight.parts)
+        return rows.view(*x.shape[:-1], rows.shape[-1])
     return ops.linear(x, reordered_weight(module, weight))
 
 

@@ -47,7 +47,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not x.is_cpu or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
     if x.dim() != 2:
-        return linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
+        rows = linear(x.reshape(-1, x.shape[-1]), weight, bias)
+        return rows.view(*x.shape[:-1], weight.shape[0])  # not -1: there may be no row
     if x.dtype not in _DTYPES:
         return F.linear(full_rows(x), weight, bias)[: len(x)]
     if x.shape[0] == 1:  # another kernel's bits
@@ -65,8 +66,8 @@ def full_rows(x: Tensor) -> Tensor:
 
 
 def can_reorder(weight: Tensor) -> bool:
-    """Return whether `reordered` makes a copy."""
-    return weight.is_cpu and weight.dtype in _DTYPES
+    """Return whether `reordered` makes a copy; not of a part of a tensor, which has other bits."""
+    return weight.is_cpu and weight.dtype in _DTYPES and weight.is_contiguous()
 
 
 def reordered(weight: Tensor) -> Tensor:

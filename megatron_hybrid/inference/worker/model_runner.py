@@ -120,7 +120,9 @@ class ModelRunner:
     def _computing(self) -> Iterator[None]:
         """Context of a forward pass."""
         adapters = nullcontext() if self._adapters is None else self._adapters.of_rows(self.context)
-        with keep_derived(self._derived, self._has_copies), adapters:
+        # Autocast multiplies by torch, which cannot read the copies.
+        has_copies = self._has_copies and not torch.is_autocast_enabled("cpu")
+        with keep_derived(self._derived, has_copies), adapters:
             yield
 
     @torch.inference_mode()

@@ -59,3 +59,21 @@ def test_what_is_frozen_keeps_no_input():
     with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: None):
         ops.linear(x.requires_grad_(), weight)
     assert [each is None or each.data_ptr() for each in kept] == [weight.data_ptr()]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("shape", [(0, 48), (0, 3, 48), (2, 0, 48), (48,)])
+def test_inputs_without_rows_or_with_one_have_the_shape_of_torch(dtype, shape):
+    _, weight, bias = given(48, 20, dtype)
+    x = torch.ones(shape, dtype=dtype)
+    torch.testing.assert_close(ops.linear(x, weight, bias), F.linear(x, weight, bias))
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.inference_mode()
+def test_an_engine_has_the_bits_of_a_weight_that_is_part_of_a_tensor(dtype):
+    x, whole, _ = given(100, 80, dtype)
+    for weight in (whole[::2], whole[3:40], whole.T[:, 5:69]):
+        own = x[:, : weight.shape[1]]
+        assert torch.equal(ops.linear(own, reordered(weight)), ops.linear(own, weight))

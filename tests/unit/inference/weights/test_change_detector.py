@@ -289,6 +289,19 @@ def test_weights_are_kept_in_another_layout_where_there_is_room(fraction, monkey
     assert not engine.runner._derived
 
 
+def test_steps_inside_autocast_do_without_the_other_layout():
+    """torch multiplies there, which cannot read it; before and after, the copies serve."""
+    model = fresh_model()
+    engine, other = tiny_engine(model), tiny_engine(model)
+    expected = engine.generate([PROMPT], greedy(4))[0].token_ids
+    for own in (engine, other):
+        own.clear_cache()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert len(own.generate([PROMPT], greedy(4))[0].token_ids) == 4
+        own.clear_cache()
+        assert own.generate([PROMPT], greedy(4))[0].token_ids == expected
+
+
 def test_prompt_log_probs_are_all_of_the_new_weights():
     model = fresh_model()
     engine = tiny_engine(model, max_tokens=64)
