@@ -142,7 +142,7 @@ def _of_stage(
     for own, kind in wanted:
         model = planned_model(own, num_ranks, stage)
         if recipe.lora is not None:
-            with torch.device("meta"):
+            with next(model.parameters()).fake_mode:
                 add_adapters(model, recipe.lora)
         counts.append(count_saved_bytes(model, rows, length, kind))
     by_torch, saved, kept = counts[0], counts[1], counts[-1]
