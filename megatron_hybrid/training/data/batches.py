@@ -52,10 +52,9 @@ class Batch:
         }
         return cls(tokens, labels, loss_mask, lengths, padding_mask, columns)
 
-    def packed_seq_params(self, device: torch.device | str = "cpu") -> PackedSeqParams:
-        """Boundaries of the sequences, for the model. It reads them in host memory: on another
-        device it has to wait for it."""
-        boundaries = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
+    def packed_seq_params(self) -> PackedSeqParams:
+        """Boundaries of the sequences in host memory, where the model reads them."""
+        boundaries = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
         longest = max(self.lengths)
         return PackedSeqParams(
             qkv_format="thd",

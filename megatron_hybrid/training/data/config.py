@@ -112,8 +112,6 @@ def parse_blend(name: str, entries: Sequence) -> tuple[list[str], list[float] | 
     Raises:
         ValueError: an entry is neither a prefix nor a pair, or some have weights and others not.
     """
-    if isinstance(entries, str) or not isinstance(entries, Sequence):
-        raise ValueError(f"{name} is {entries!r}; it must be a list of prefixes.")
     pairs = [_parse_entry(name, entry) for entry in entries]
     prefixes = [prefix for _, prefix in pairs]
     weights = [weight for weight, _ in pairs if weight is not None]
@@ -142,7 +140,7 @@ def parse_split(split: str) -> list[float]:
         ValueError: not one to three numbers, or all are 0.
     """
     number = r"\s*(?:\d+\.?\d*|\.\d+)\s*"
-    if not isinstance(split, str) or not re.fullmatch(rf"{number}(?:,{number}){{0,2}}", split):
+    if not re.fullmatch(rf"{number}(?:,{number}){{0,2}}", split):
         raise ValueError(f"split is {split!r}; use three numbers, as in '969,30,1'.")
     parts = [*map(float, split.split(",")), 0.0, 0.0][:3]
     if not sum(parts):
