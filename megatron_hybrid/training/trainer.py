@@ -239,11 +239,8 @@ class Trainer:
         with quiet_core():
             self.chunk = DistributedDataParallel(config, ddp_config, self.model)
         self._count = torch.zeros((), dtype=torch.float64, device=device)
-        is_whole = recipe.data.kind != "sft" and type(self.loss) in (
-            CrossEntropy,
-            DpoLoss,
-            GrpoLoss,
-        )
+        shipped = (CrossEntropy, DpoLoss, GrpoLoss)
+        is_whole = recipe.data.kind != "sft" and type(self.loss) in shipped
         unit = 1 if is_whole else 1024
         config.finalize_model_grads_func = partial(_finalize_gradients, self._count, unit)
         config.no_sync_func = self.chunk.no_sync

@@ -94,7 +94,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_THD, k_SKD, v_SKD, sinks_H, spans, pattern):
-        ctx.form = _form(spans, pattern)
+        left = -1 if pattern.window is None else pattern.window - 1
+        lengths = (spans.cu_queries, spans.cu_keys, spans.most_queries, spans.most_keys)
+        window = {"window_size_left": left, "window_size_right": 0}
+        # What both of torch's functions take in addition to tensors.
+        ctx.form = (*lengths, 0.0, pattern.window is None), {"scale": pattern.scale, **window}
         out_THD, lse_HT, *random, _ = forward_op(
             q_THD, k_SKD, v_SKD, *ctx.form[0], return_debug_mask=False, **ctx.form[1]
         )
@@ -118,14 +122,6 @@ class _Attention(torch.autograd.Function):
             moved_TH = (grad_THD.to(lse_HT.dtype) * out_THD).sum(-1)
             grad_H = -(weights_HT * moved_TH.t()).sum(1).to(sinks_H.dtype)
         return (*grads, grad_H, None, None)
-
-
-def _form(spans: Spans, pattern: AttentionPattern) -> tuple[tuple, dict[str, Any]]:
-    """What both of torch's functions take in addition to tensors."""
-    left = -1 if pattern.window is None else pattern.window - 1
-    lengths = (spans.cu_queries, spans.cu_keys, spans.most_queries, spans.most_keys)
-    window = {"window_size_left": left, "window_size_right": 0}
-    return (*lengths, 0.0, pattern.window is None), {"scale": pattern.scale, **window}
 
 
 def _attend(

@@ -66,14 +66,9 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same on a device."""
-        return replace(
-            self,
-            tokens=self.tokens.to(device),
-            labels=self.labels.to(device),
-            loss_mask=self.loss_mask.to(device),
-            padding_mask=None if self.padding_mask is None else self.padding_mask.to(device),
-            columns={name: column.to(device) for name, column in self.columns.items()},
-        )
+        own = {name: one.to(device) for name, one in vars(self).items() if isinstance(one, Tensor)}
+        columns = {name: column.to(device) for name, column in self.columns.items()}
+        return replace(self, **own, columns=columns)
 
     def cut(self, most: int) -> Batch:
         """The same tokens in sequences of at most `most` tokens, for a warm-up of the sequence

@@ -83,16 +83,6 @@ class DataFields(Fields):
         if self.kind == "prompts" and (self.blend or parse_blend("train", self.train)[1]):
             raise ValueError("prompts are files in train, without weights, and no blend.")
         parse_split(self.split)
-        self._check_warmup()
-
-    def longest_sequence(self, step: int) -> int:
-        """Most tokens of a sequence at a step, counted from 0; for `Batch.cut`."""
-        for end, tokens in self.sequence_length_warmup:
-            if step < end:
-                return tokens
-        return self.sequence_length
-
-    def _check_warmup(self) -> None:
         pairs = self.sequence_length_warmup
         sound = all(len(pair) == 2 for pair in pairs)
         for column in zip(*pairs) if sound else ():
@@ -104,6 +94,13 @@ class DataFields(Fields):
                 f"sequence_length_warmup is {pairs!r}; it must be a list of pairs [step, tokens] "
                 f"that rise, with fewer tokens than sequence_length {self.sequence_length}."
             )
+
+    def longest_sequence(self, step: int) -> int:
+        """Most tokens of a sequence at a step, counted from 0; for `Batch.cut`."""
+        for end, tokens in self.sequence_length_warmup:
+            if step < end:
+                return tokens
+        return self.sequence_length
 
 
 def parse_blend(name: str, entries: Sequence) -> tuple[list[str], list[float] | None]:
