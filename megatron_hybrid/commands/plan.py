@@ -89,6 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     import json
+    from dataclasses import asdict
 
     from megatron_hybrid.tools.plan import packed_folder, parse_count, plan, render
     from megatron_hybrid.tools.roofline import device_of
@@ -108,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
         *(config, memory, context, options.state_encoding, device, packed, options.weights),
         *(options.num_speculative_tokens, options.cuda_graphs),
     )
-    print(json.dumps(result.to_dict(), indent=2) if options.json else render(result))
+    print(json.dumps(asdict(result), indent=2) if options.json else render(result))
     return 0 if result.settings else 1
 
 

@@ -38,7 +38,8 @@ class SavedBytes:
 
 
 def planned_model(config: HybridConfig, num_ranks: int, stage: int) -> HybridModel:
-    """One rank's part of a model without memory, in a job that is not there.
+    """One rank's part of a model without memory, in a job that is not there. What is added to it is
+    made under the `fake_mode` of its parameters.
 
     Args:
         config: with the sizes of the layout.
@@ -60,7 +61,8 @@ def planned_model(config: HybridConfig, num_ranks: int, stage: int) -> HybridMod
     groups["pp"] = PlannedGroup(stage, stages)
     config = copy.copy(config)
     config.perform_initialization, config.use_cpu_initialization = False, True
-    with torch_distributed(), torch.device("meta"):
+    # On a fake device: on a real one torch would ask for its driver.
+    with torch_distributed(), FakeTensorMode(allow_non_fake_inputs=True):
         collection = ProcessGroupCollection(**groups)
         return HybridModel(config, collection, stage == 0, stage == stages - 1).train()
 
@@ -69,7 +71,7 @@ def count_saved_bytes(model: HybridModel, rows: int, length: int, device_type: s
     """Count what one forward pass with labels keeps.
 
     Args:
-        model: of `planned_model`. It holds no parameters afterwards.
+        model: of `planned_model`.
         rows, length: of the batch.
         device_type: of the device that it would run on, whose backends serve.
     """
@@ -122,27 +124,15 @@ def _noted(layer: nn.Module, kind: Any, twins: dict, found: SavedBytes, plan: Pl
 
 @contextmanager
 def _planned(model: HybridModel, device_type: str) -> Iterator[Planning]:
-    """Context in which a model on torch's device meta runs as on another one, without values.
-    Tensors have a fake device: on a real one torch would ask for its driver."""
-    known: dict[Tensor | None, Tensor] = {}
+    """Context in which ops serve a model of `planned_model` as on another device."""
     plan = Planning(device_type)
     token = planning.set(plan)
+    # The loss over a split vocabulary asks for its group by name.
+    own_group = mock.patch.object(
+        parallel_state, "_TENSOR_MODEL_PARALLEL_GROUP", model.pg_collection.tp
+    )
     try:
-        with (
-            mock.patch.object(  # which the loss over a split vocabulary asks for by name
-                parallel_state, "_TENSOR_MODEL_PARALLEL_GROUP", model.pg_collection.tp
-            ),
-            FakeTensorMode(allow_non_fake_inputs=True),
-        ):
-            for module in model.modules():
-                for tensors in (module._parameters, module._buffers):
-                    for name, tensor in tensors.items():
-                        if tensor is not None and tensor not in known:
-                            known[tensor] = torch.empty_like(tensor, device="cpu")
-                            if isinstance(tensor, nn.Parameter):
-                                known[tensor] = nn.Parameter(known[tensor], tensor.requires_grad)
-                            known[tensor].__dict__.update(tensor.__dict__)
-                        tensors[name] = known.get(tensor)
+        with own_group, next(model.parameters()).fake_mode:
             yield plan
     finally:
         planning.reset(token)

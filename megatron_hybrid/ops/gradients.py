@@ -24,39 +24,31 @@ def are_wanted(inputs: tuple) -> bool:
 def with_gradient(run: Callable[..., Any], again: Callable[..., Any], inputs: tuple) -> Any:
     """`run(*inputs)`, a tensor or a tuple of tensors and None, with the gradient of `again`, which
     computes the same in the backward pass."""
-    places = [place for place, one in enumerate(inputs) if isinstance(one, Tensor)]
-    others = [None if isinstance(one, Tensor) else one for one in inputs]
-
-    def filled(function: Callable[..., Any], tensors: tuple[Tensor, ...]) -> Any:
-        own = list(others)
-        for place, tensor in zip(places, tensors, strict=True):
-            own[place] = tensor
-        return function(*own)
-
-    tensors = [inputs[place] for place in places]
-    return _Again.apply(lambda *own: filled(run, own), lambda *own: filled(again, own), *tensors)
+    return _Again.apply(run, again, *inputs)
 
 
 class _Again(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, run, again, *tensors):
-        ctx.again = again
+    def forward(ctx, run, again, *inputs):
+        tensors = [one if isinstance(one, Tensor) else None for one in inputs]
         ctx.save_for_backward(*tensors)
+        ctx.again = again
+        ctx.others = [one if own is None else None for one, own in zip(inputs, tensors)]
         ctx.set_materialize_grads(False)
-        return run(*tensors)
+        return run(*inputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
         needed = ctx.needs_input_grad[2:]
-        tensors = [
-            tensor.detach().requires_grad_(need)
-            for tensor, need in zip(ctx.saved_tensors, needed, strict=True)
+        inputs = [
+            other if tensor is None else tensor.detach().requires_grad_(need)
+            for tensor, other, need in zip(ctx.saved_tensors, ctx.others, needed, strict=True)
         ]
         with torch.enable_grad():
-            outputs = ctx.again(*tensors)
+            outputs = ctx.again(*inputs)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        wanted = [tensor for tensor, need in zip(tensors, needed) if need]
+        wanted = [one for one, need in zip(inputs, needed) if need]
         known = [pair for pair in zip(outputs, gradients, strict=True) if pair[1] is not None]
         if not known:
             return (None,) * (2 + len(needed))

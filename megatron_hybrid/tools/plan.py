@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from textwrap import wrap
@@ -102,10 +102,6 @@ class Plan:
     """Recommended fields of InferenceConfig; None: there is no room for one request."""
     rates: Rates | None
     """Bounds of the speed; None: no device was given."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able values."""
-        return asdict(self)
 
 
 def read_model_config(path: str | os.PathLike, mtp: bool = False) -> HybridConfig:
@@ -201,6 +197,18 @@ def plan(
         lengths = sorted({*_RATED_LENGTHS, context})
         batches = {n: _footprint(spec, cache_bytes, n, slot).largest_batch for n in lengths}
         rates = predict(ModelWork.of(model, spec), device, batches)
+    settings = None
+    if footprint.largest_batch:  # half of it, so that half of the memory can hold cached prefixes
+        requests = min(max(1, footprint.largest_batch // 2), _MOST_REQUESTS)
+        settings = {
+            "prefix_caching": "restore",
+            "cache_bytes": cache_bytes - requests * slot,
+            "max_requests": requests,
+            "block_size_tokens": block,
+            "state_encoding": state_encoding,
+            "max_sequence_length": context,
+            **asked,
+        }
     pure = _pure_attention(spec, config, model)
     all_weights = [weight for _, weight in named_weights(model)]
     formats = {weight.format.name for weight in all_weights if isinstance(weight, PackedWeight)}
@@ -218,27 +226,9 @@ def plan(
         context=context,
         model=footprint,
         pure_attention=_footprint(pure, cache_bytes, context, pure.hidden_bytes),
-        settings=_settings(
-            *(footprint, cache_bytes, slot),
-            block_size_tokens=block,
-            state_encoding=state_encoding,
-            max_sequence_length=context,
-            **asked,
-        ),
+        settings=settings,
         rates=rates,
     )
-
-
-def _settings(
-    footprint: Footprint, cache_bytes: int, slot_bytes: int, **others: Any
-) -> dict[str, Any] | None:
-    """Choose `Plan.settings` for half of the largest batch, so that half of the memory can hold
-    cached prefixes."""
-    if not footprint.largest_batch:
-        return None
-    requests = min(max(1, footprint.largest_batch // 2), _MOST_REQUESTS)
-    sizes = {"cache_bytes": cache_bytes - requests * slot_bytes, "max_requests": requests}
-    return {"prefix_caching": "restore", **sizes, **others}
 
 
 def spec_of(model: HybridModel, block: int, state_encoding: str) -> CacheSpec:

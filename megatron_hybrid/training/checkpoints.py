@@ -40,7 +40,7 @@ LATEST = "latest_checkpointed_iteration.txt"
 """File with the newest step, as Megatron-LM has it."""
 _FILES = "files.json"
 _SAVING = ".saving"
-_NAME = re.compile(r"iter_(\d{7,})")
+_NAME = re.compile(r"iter_\d{7,}")
 
 OPTIMIZER_FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -150,18 +150,17 @@ class Checkpoints:
             self._prune()
 
     def _prune(self) -> None:
-        whole = [path for _, path in self._steps() if why_torn(path) is None]
+        whole = [path for path in self._paths() if why_torn(path) is None]
         for path in whole[self.keep :] if self.keep else ():
             # Renamed first: what is half removed must not look whole.
             doomed = path.with_name(path.name + _SAVING)
             os.replace(path, doomed)
             shutil.rmtree(doomed)
 
-    def _steps(self) -> Iterator[tuple[int, Path]]:
-        """(step, folder), newest first, whole or not."""
-        paths = self.folder.iterdir() if self.folder.is_dir() else ()
-        found = [(int(m[1]), path) for path in paths if (m := _NAME.fullmatch(path.name))]
-        yield from sorted(found, reverse=True)
+    def _paths(self) -> list[Path]:
+        """Folders of the checkpoints, newest first, whole or not."""
+        found = [path for path in self.folder.glob("iter_*") if _NAME.fullmatch(path.name)]
+        return sorted(found, key=lambda path: int(path.name.removeprefix("iter_")), reverse=True)
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint, the same on all ranks, which all call it. Torn ones are
@@ -170,7 +169,7 @@ class Checkpoints:
         if dist.get_rank() == 0:
             for path in self.folder.glob(f"iter_*{_SAVING}"):
                 logger.warning("%s is a save that was not finished: passed over", path)
-            for _, path in self._steps():
+            for path in self._paths():
                 if (why := why_torn(path)) is None:
                     found = [path]
                     break

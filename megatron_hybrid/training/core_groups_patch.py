@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -34,14 +33,8 @@ def support_mixed_groups(optimizer: MegatronOptimizer) -> None:
 def _with_all_parameters(
     optimizer: Float16OptimizerWithFloat16Params, method: Callable, *args: Any, **kwargs: Any
 ) -> Any:
-    with _fp32_among_16_bits(optimizer):
-        return method(*args, **kwargs)
-
-
-@contextmanager
-def _fp32_among_16_bits(optimizer: Float16OptimizerWithFloat16Params) -> Iterator[None]:
-    """fp32 parameters stand among the 16-bit ones, as main parameters of their own, in the order in
-    which Adam numbers them."""
+    """Call a method while fp32 parameters stand among the 16-bit ones, as main parameters of their
+    own, in the order in which Adam numbers them."""
     kept = optimizer.float16_groups, optimizer.fp32_from_float16_groups
     models = {
         id(main): model
@@ -52,6 +45,6 @@ def _fp32_among_16_bits(optimizer: Float16OptimizerWithFloat16Params) -> Iterato
     optimizer.fp32_from_float16_groups = mains
     optimizer.float16_groups = [[models.get(id(one), one) for one in group] for group in mains]
     try:
-        yield
+        return method(*args, **kwargs)
     finally:
         optimizer.float16_groups, optimizer.fp32_from_float16_groups = kept

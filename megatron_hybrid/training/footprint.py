@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -142,7 +141,7 @@ def _of_stage(
     for own, kind in wanted:
         model = planned_model(own, num_ranks, stage)
         if recipe.lora is not None:
-            with torch.device("meta"):
+            with next(model.parameters()).fake_mode:
                 add_adapters(model, recipe.lora)
         counts.append(count_saved_bytes(model, rows, length, kind))
     by_torch, saved, kept = counts[0], counts[1], counts[-1]
@@ -155,6 +154,8 @@ def _of_stage(
         weights *= 2
     if recipe.grpo is not None:
         weights += recipe.grpo.cache_bytes
+    by = [tuple(sorted({name for _, name in own} - {REFERENCE})) for own in kept.served]
+    layers = zip(model.decoder.layer_type_list, saved.layers, kept.layers, by)
     per_token, per_pair = training_flops(model)
     return Footprint(
         tokens,
@@ -165,7 +166,10 @@ def _of_stage(
         activations=kept.total * in_flight,
         freed=(saved.total - kept.total) * in_flight,
         working=_working(model, kept, saved, by_torch, tokens),
-        kinds=tuple(_kinds(model, kept, saved, tokens)),
+        kinds=tuple(
+            KindFootprint(LAYER_KINDS[symbol].meaning, number, before / tokens, after / tokens, by)
+            for (symbol, before, after, by), number in Counter(layers).items()
+        ),
         flops=tokens * (per_token + recomputed_flops(model) + per_pair * length / 2),
         passes=micro_batches + stages - 1,
         tokens_per_step=run.global_batch_size * length,
@@ -202,14 +206,3 @@ def _working(
     width = -(-model.vocab_size // model.pg_collection.tp.size())
     logits = 3 * min(LOSS_BYTES, 4 * tokens * width) if model.post_process else 0
     return max(2 * largest, logits)
-
-
-def _kinds(
-    model: HybridModel, kept: SavedBytes, saved: SavedBytes, tokens: int
-) -> Iterator[KindFootprint]:
-    symbols = model.decoder.layer_type_list
-    layers = list(zip(symbols, saved.layers, kept.layers, map(frozenset, kept.served)))
-    for (symbol, before, after, served), number in Counter(layers).items():
-        backends = tuple(sorted({name for _, name in served} - {REFERENCE}))
-        kind = LAYER_KINDS[symbol].meaning
-        yield KindFootprint(kind, number, before / tokens, after / tokens, backends)

@@ -7,8 +7,8 @@ checkpoints treat them as such; frozen weights have neither gradients nor states
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -137,11 +137,13 @@ def merge_adapters(model: HybridModel) -> None:
             between ranks; on all ranks, and nothing has changed.
         RankError: another rank does not call it, or the error is another rank's; likewise.
     """
-    with _agreeing(model, "merge_adapters()") as require_equal:
+    call = "merge_adapters()"
+    with closing(ranks_of(model.pg_collection, what=call)) as ranks, ranks.raise_on_all(call):
         require_unpacked(model, "adapters cannot be merged")
         adapted = adapters_of(model)
         shapes = {name: whole_shape(each.lora.a) for name, each in adapted.items()}
-        require_equal({"the adapters' fields": _fields_of(model), **shapes})
+        fields = repr(getattr(model, "lora_fields", None))
+        ranks.require_equal({"the adapters' fields": fields, **shapes})
         for name, projection in adapted.items():
             dtype = projection.weight.dtype
             if not bool(_merged(projection).to(dtype).isfinite().all()):
@@ -201,8 +203,9 @@ def load_adapters(model: HybridModel, folder: str | os.PathLike) -> None:
         ValueError: as `add_adapters`; likewise.
         RankError: another rank does not call it, or the error is another rank's; likewise.
     """
-    with _agreeing(model, "load_adapters()") as require_equal:
-        had = _fields_of(model)
+    call = "load_adapters()"
+    with closing(ranks_of(model.pg_collection, what=call)) as ranks, ranks.raise_on_all(call):
+        had = repr(getattr(model, "lora_fields", None))
         projections = _adaptable(model)
         shapes = {name: whole_shape(each.weight) for name, each in projections.items()}
         read, whole = read_adapters(folder, model.config, of_all_stages(model, shapes))
@@ -210,7 +213,11 @@ def load_adapters(model: HybridModel, folder: str | os.PathLike) -> None:
             for tensor in (adapter.a, adapter.b):
                 check_numbers(f"the adapter of {name}", tensor, folder, model.config.params_dtype)
         said = {"the adapters that the model has": had, "the adapters' fields": repr(read)}
-        require_equal({**said, "the adapters": digest_of_files([Path(folder) / WEIGHTS_FILE])})
+        said["the adapters"] = digest_of_files([Path(folder) / WEIGHTS_FILE])
+        try:
+            ranks.require_equal(said)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
     names = read.targets or (ALL,)
     fields = LoraFields(read.rank, read.alpha, read.use_rslora, read.dropout, names)
     own = {name: whole[name].parts for name in projections if name in whole}
@@ -220,33 +227,6 @@ def load_adapters(model: HybridModel, folder: str | os.PathLike) -> None:
             parameters = projections[name].lora.parameters()
             for to, tensor in zip(parameters, (whole[name].a, whole[name].b)):
                 to.copy_(own_piece(tensor, to, model.pg_collection))
-
-
-@contextmanager
-def _agreeing(model: HybridModel, call: str) -> Iterator[Callable[[Mapping[str, object]], None]]:
-    """Context of a call that all ranks of a model make, before it changes anything: it raises on
-    all of them if it raises on one.
-
-    Yields a function that raises CheckpointError if a value differs between ranks, by name.
-
-    Raises:
-        RankError: a rank does not make this call, or it raised there.
-    """
-    with closing(ranks_of(model.pg_collection, what=call)) as ranks, ranks.raise_on_all(call):
-
-        def require_equal(named: Mapping[str, object]) -> None:
-            try:
-                ranks.require_equal(dict(named))
-            except ValueError as error:
-                raise CheckpointError(str(error)) from error
-
-        yield require_equal
-
-
-def _fields_of(model: HybridModel) -> str:
-    """Describe the adapters that a model has; empty: it has none."""
-    fields = getattr(model, "lora_fields", None)
-    return "" if fields is None else repr(fields)
 
 
 def _chosen_parts(

@@ -107,13 +107,11 @@ class Measures:
         steps = self._sums["steps"] - self._sums["collected"]
         self._sums["collected"] += steps
         sums: dict[str, float] = take_aux_losses()
-        routers = {"routers": float(self._num_routers)}
-        stages = _gather(
-            {**sums, **routers}, parallel_state.get_pipeline_model_parallel_group()
-        )  # core's own reduction waits for stages without experts
-        total = _sums(stages)
+        # Core's own reduction waits for stages without experts.
+        own = {**sums, "routers": float(self._num_routers)}
+        total = _sum_over(parallel_state.get_pipeline_model_parallel_group(), own)
         routers_of_model = total.pop("routers")
-        total = _sums(_gather(total, parallel_state.get_data_parallel_group()))
+        total = _sum_over(parallel_state.get_data_parallel_group(), total)
         count = max(1.0, self._micro_batches * routers_of_model)
         self._micro_batches = 0
         for name, value in total.items():
@@ -132,12 +130,8 @@ def mean_of(sums: tuple[float, float]) -> float:
     return sums[0] / sums[1] if sums[1] else math.nan
 
 
-def _gather(values: dict[str, float], group: dist.ProcessGroup) -> list[dict[str, float]]:
+def _sum_over(group: dist.ProcessGroup, values: dict[str, float]) -> dict[str, float]:
     parts: list[Any] = [None] * group.size()
     dist.all_gather_object(parts, values, group=group)
-    return parts
-
-
-def _sums(parts: list[dict[str, float]]) -> dict[str, float]:
     names = sorted(set().union(*parts))
     return {name: math.fsum(part.get(name, 0.0) for part in parts) for name in names}

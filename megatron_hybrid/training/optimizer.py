@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -168,10 +167,21 @@ def build_optimizer(
         params_dtype=model_config.params_dtype,
         use_distributed_optimizer=fields.distributed,
     )
-    optimizers: list[MegatronOptimizer] = []
-    with _without_matrices(chunks, fields.name == "muon") as matrices, quiet_core():
-        built = get_megatron_optimizer(config, list(chunks), _NO_DECAY)
-        optimizers += built.chained_optimizers
+    matrices = [
+        parameter
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+        if fields.name == "muon" and parameter.requires_grad and is_layer_matrix(name, parameter)
+    ]
+    try:
+        for parameter in matrices:  # frozen, core leaves them out
+            parameter.requires_grad = False
+        with quiet_core():
+            built = get_megatron_optimizer(config, list(chunks), _NO_DECAY)
+    finally:
+        for parameter in matrices:
+            parameter.requires_grad = True
+    optimizers = list(built.chained_optimizers)
     if fields.name == "muon":
         experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
         for is_expert, group in enumerate((chunks[0].module.pg_collection.mp, experts)):
@@ -220,26 +230,6 @@ _NO_DECAY = {
 }
 
 
-@contextmanager
-def _without_matrices(
-    chunks: Sequence[nn.Module], are_frozen: bool
-) -> Iterator[list[nn.Parameter]]:
-    """The trainable matrices of the layers, frozen in here, so that core leaves them out."""
-    matrices = [
-        parameter
-        for chunk in chunks
-        for name, parameter in chunk.named_parameters()
-        if are_frozen and parameter.requires_grad and is_layer_matrix(name, parameter)
-    ]
-    for parameter in matrices:
-        parameter.requires_grad = False
-    try:
-        yield matrices
-    finally:
-        for parameter in matrices:
-            parameter.requires_grad = True
-
-
 class _Muon(torch.optim.Optimizer):
     """Muon with Nesterov's momentum and decoupled weight decay. Its updates are scaled to the size
     of Adam's, so that both share a learning rate (Liu et al. 2025).
@@ -253,7 +243,7 @@ class _Muon(torch.optim.Optimizer):
         super().__init__([group], defaults)
         self.rows = rows
 
-    def init_states(self) -> None:
+    def init_states(self, _: OptimizerConfig | None = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if not (state := self.state[parameter]):
@@ -326,13 +316,10 @@ def _muon(
             momentum=fields.momentum,
         )
 
-    def init_states(optimizer: _Muon, _: OptimizerConfig | None = None) -> None:
-        optimizer.init_states()
-
     if config.bf16:
-        wrapped = Float16OptimizerWithFloat16Params(optimizer, config, None, init_states)
+        wrapped = Float16OptimizerWithFloat16Params(optimizer, config, None, _Muon.init_states)
     else:
-        wrapped = FP32Optimizer(optimizer, config, init_states)
+        wrapped = FP32Optimizer(optimizer, config, _Muon.init_states)
     wrapped.grad_stats_parallel_group = group
     wrapped.tp_group = parallel_state.get_tensor_model_parallel_group()
     return wrapped

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_hex
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
 from megatron_hybrid.training.fields import Fields
@@ -46,8 +45,8 @@ class Reports:
         fields: see there.
         steps: of the run, for the bar.
         step: done already; what the log has after it, of a run that was taken up again, goes.
-        console: default stderr. Without a terminal each report is a line.
         recipe: of the run, which writers show.
+        console: default stderr. Without a terminal each report is a line.
 
     Raises:
         ImportError, OSError: a writer lacks its package, or does not start.
@@ -58,9 +57,9 @@ class Reports:
         folder: Path,
         fields: ReportFields,
         steps: int,
-        step: int = 0,
+        step: int,
+        recipe: Mapping[str, Any],
         console: Console | None = None,
-        recipe: Mapping[str, Any] = MappingProxyType({}),
     ):
         self.path = folder / LOG
         self.console = console or Console(stderr=True, highlight=False)

@@ -78,9 +78,6 @@ _LOSS_FIELDS = (
 )
 """Fields of the model that change no forward pass, but what is trained."""
 
-_LOSSES_BY_LABEL = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
-"""Coefficients of losses that core adds to each label's."""
-
 
 @dataclass
 class Progress:
@@ -203,7 +200,9 @@ class Trainer:
         saved = self.checkpoints.newest()
         is_drawn_whole = "pretrained" not in recipe.model and not config.perform_initialization
         with device:
-            _seed(run.seed)
+            torch.manual_seed(run.seed)
+            if torch.cuda.is_available():
+                model_parallel_cuda_manual_seed(run.seed)
             self.model: HybridModel = build_hybrid_model(config, groups)
             if is_drawn_whole and saved is None:
                 alone = recipe.model_config(self.tokenizer.vocab_size, is_on_one_rank=True)
@@ -240,11 +239,8 @@ class Trainer:
         with quiet_core():
             self.chunk = DistributedDataParallel(config, ddp_config, self.model)
         self._count = torch.zeros((), dtype=torch.float64, device=device)
-        is_whole = recipe.data.kind != "sft" and type(self.loss) in (
-            CrossEntropy,
-            DpoLoss,
-            GrpoLoss,
-        )
+        shipped = (CrossEntropy, DpoLoss, GrpoLoss)
+        is_whole = recipe.data.kind != "sft" and type(self.loss) in shipped
         unit = 1 if is_whole else 1024
         config.finalize_model_grads_func = partial(_finalize_gradients, self._count, unit)
         config.no_sync_func = self.chunk.no_sync
@@ -271,8 +267,11 @@ class Trainer:
         """
         run, progress = self.recipe.run, self.progress
         last = min(run.steps, run.stop_at_step or run.steps)
+        reports, recipe = None, self.recipe
         with fail_together(OSError, whole_job=True):
-            reports = self._reports()
+            if dist.get_rank() == 0:
+                fields = recipe.to_dict()
+                reports = Reports(self.folder, recipe.reports, run.steps, progress.step, fields)
         data = self.batches() if progress.step < last else iter(())
         self.measures.restart_clock()
         try:
@@ -572,12 +571,6 @@ class Trainer:
                 f"which differs in {differing}. Name another folder, or correct the recipe."
             )
 
-    def _reports(self) -> Reports | None:
-        if dist.get_rank():
-            return None
-        fields, steps, recipe = self.recipe.reports, self.recipe.run.steps, self.recipe.to_dict()
-        return Reports(self.folder, fields, steps, self.progress.step, recipe=recipe)
-
     def _report(self, reports: Reports | None, step: Step) -> None:
         measured, progress = self.measures.take(), self.progress
         with fail_together(OSError, whole_job=True):
@@ -605,12 +598,6 @@ def device_memory(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     return torch.cuda.get_device_properties(device).total_memory
-
-
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-    if torch.cuda.is_available():
-        model_parallel_cuda_manual_seed(seed)
 
 
 def _is_due(every: int, step: int) -> bool:
@@ -659,7 +646,8 @@ def _check_loss(loss: Loss, recipe: Recipe, config: HybridConfig) -> None:
             f"the loss {name} compares with the model that the run begins with: set "
             "model.pretrained, which it finds again when it goes on."
         )
-    others = [each for each in _LOSSES_BY_LABEL if getattr(config, each)]
+    by_label = ("moe_aux_loss_coeff", "moe_z_loss_coeff")  # core adds these to each label's loss
+    others = [each for each in by_label if getattr(config, each)]
     others += ["layer_pattern"] if config.pattern.predictions else []
     if others and not loss.counts_labels:
         raise ValueError(

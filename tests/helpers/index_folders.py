@@ -9,7 +9,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_hybrid.text.document_encoder import SPAN
 from megatron_hybrid.text.tokenizer import Tokenizer
-from megatron_hybrid.training.data.index_files import SPANS, Description, description_path
+from megatron_hybrid.training.data.index_files import SPANS, Description
 
 
 def write_index(prefix: Path | str, items: Sequence[Sequence[int]], dtype=np.uint16) -> None:
@@ -46,4 +46,4 @@ def write_conversations(
 def _describe(prefix: Path, kind: str, documents: Sequence, tokenizer: Tokenizer) -> None:
     tokens = sum(map(len, documents))
     sizes = tokenizer.vocab_size, tokenizer.eod, len(documents), tokens
-    Description(kind, tokenizer.fingerprint, *sizes).write(description_path(prefix))
+    Description(kind, tokenizer.fingerprint, *sizes).write(Path(f"{prefix}.json"))

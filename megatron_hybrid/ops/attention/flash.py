@@ -55,38 +55,38 @@ class Spans(NamedTuple):
             paged: whether sequences begin at their start positions, and those with few new tokens
                 are left out.
         """
-        key = ("spans", pattern.window, pattern.chunk, device, paged)
-        return layout.cached(key, lambda: cls._build(layout, pattern, device, paged))
 
-    @classmethod
-    def _build(
-        cls, layout: RaggedLayout, pattern: AttentionPattern, device: torch.device, paged: bool
-    ) -> Spans | None:
-        spans, many = [], {*of_many_tokens(layout)}
-        for r, length in enumerate(layout.lengths):
-            if paged and r not in many:
-                continue
-            first = layout.start_positions[r] if paged else 0
-            row, size = layout.cu_seqlens[r] - first, pattern.chunk or first + length
-            ends = range(first - first % size + size, first + length, size)
-            for end in (*ends, first + length):
-                spans.append((r, row, first, end, max(0, int(pattern.first_visible(first)))))
-                first = end
-        if not spans:
-            return None
-        queries = [end - first for _, _, first, end, _ in spans]
-        keys = [end - low for *_, end, low in spans]
-        numbers = all_to_device(
-            (
-                np.cumsum([0, *queries]),
-                np.cumsum([0, *keys]),
-                np.concatenate([np.arange(row + at, row + end) for _, row, at, end, _ in spans]),
-                np.repeat([r for r, *_ in spans], keys),
-                np.concatenate([np.arange(low, end) for *_, end, low in spans]),
-            ),
-            device,
-        )
-        return cls(*numbers, max(queries), max(keys))
+        def build() -> Spans | None:
+            spans, many = [], {*of_many_tokens(layout)}
+            for r, length in enumerate(layout.lengths):
+                if paged and r not in many:
+                    continue
+                first = layout.start_positions[r] if paged else 0
+                row, size = layout.cu_seqlens[r] - first, pattern.chunk or first + length
+                ends = range(first - first % size + size, first + length, size)
+                for end in (*ends, first + length):
+                    spans.append((r, row, first, end, max(0, int(pattern.first_visible(first)))))
+                    first = end
+            if not spans:
+                return None
+            queries = [end - first for _, _, first, end, _ in spans]
+            keys = [end - low for *_, end, low in spans]
+            numbers = all_to_device(
+                (
+                    np.cumsum([0, *queries]),
+                    np.cumsum([0, *keys]),
+                    np.concatenate(
+                        [np.arange(row + at, row + end) for _, row, at, end, _ in spans]
+                    ),
+                    np.repeat([r for r, *_ in spans], keys),
+                    np.concatenate([np.arange(low, end) for *_, end, low in spans]),
+                ),
+                device,
+            )
+            return cls(*numbers, max(queries), max(keys))
+
+        key = ("spans", pattern.window, pattern.chunk, device, paged)
+        return layout.cached(key, build)
 
 
 class _Attention(torch.autograd.Function):
@@ -94,7 +94,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_THD, k_SKD, v_SKD, sinks_H, spans, pattern):
-        ctx.form = _form(spans, pattern)
+        left = -1 if pattern.window is None else pattern.window - 1
+        lengths = (spans.cu_queries, spans.cu_keys, spans.most_queries, spans.most_keys)
+        window = {"window_size_left": left, "window_size_right": 0}
+        # What both of torch's functions take in addition to tensors.
+        ctx.form = (*lengths, 0.0, pattern.window is None), {"scale": pattern.scale, **window}
         out_THD, lse_HT, *random, _ = forward_op(
             q_THD, k_SKD, v_SKD, *ctx.form[0], return_debug_mask=False, **ctx.form[1]
         )
@@ -118,14 +122,6 @@ class _Attention(torch.autograd.Function):
             moved_TH = (grad_THD.to(lse_HT.dtype) * out_THD).sum(-1)
             grad_H = -(weights_HT * moved_TH.t()).sum(1).to(sinks_H.dtype)
         return (*grads, grad_H, None, None)
-
-
-def _form(spans: Spans, pattern: AttentionPattern) -> tuple[tuple, dict[str, Any]]:
-    """What both of torch's functions take in addition to tensors."""
-    left = -1 if pattern.window is None else pattern.window - 1
-    lengths = (spans.cu_queries, spans.cu_keys, spans.most_queries, spans.most_keys)
-    window = {"window_size_left": left, "window_size_right": 0}
-    return (*lengths, 0.0, pattern.window is None), {"scale": pattern.scale, **window}
 
 
 def _attend(

@@ -33,11 +33,6 @@ class AttentionPattern:
         """Whether a token sees a bounded number of tokens before it."""
         return self.window is not None or self.chunk is not None
 
-    @property
-    def hides_past(self) -> bool:
-        """Whether some tokens do not see all tokens before them."""
-        return self.is_local or self.skips_first
-
     def first_visible(self, position: int | torch.Tensor) -> int | torch.Tensor:
         """The first position that the token at `position` sees; negative where a window reaches
         before the start of the sequence."""

@@ -156,7 +156,7 @@ def _attend(
         rows = torch.arange(begin, min(high, end), device=q.device).unsqueeze(1)
         columns = torch.arange(low, high, device=q.device)
         visible = columns <= rows
-        if pattern.hides_past:
+        if pattern.is_local or pattern.skips_first:
             visible &= columns >= pattern.first_visible(rows)
         keys, own = slice(low - first, high - first), slice(begin - start, high - start)
         o = _softmax_average(q[:, :, own], k[:, :, keys], v[:, :, keys], visible, pattern, sinks_H)

@@ -59,7 +59,7 @@ def causal_conv1d(
         initial_states_RCk,
         layout,
         lambda: layout.cached(
-            ("conv windows", K, x_TC.device), lambda: _Windows(layout, K, x_TC.device)
+            ("conv windows", K, x_TC.device), lambda: _windows(layout, K, x_TC.device)
         ),
         layout.num_singles,
     )
@@ -92,27 +92,21 @@ def _sums(
     return y_TC if bias_C is None else y_TC.add_(bias_C)
 
 
-class _Windows:
-    """Rows of the sequences after the leading single tokens of a layout, each preceded by its tail:
-    row t of sequence r becomes row t + (r + 1)(K - 1)."""
+def _windows(
+    layout: RaggedLayout, K: int, device: torch.device
+) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+    """The sequences after the leading single tokens of a layout, each preceded by its tail: row t
+    of sequence r becomes row t + (r + 1)(K - 1). Their lengths, and the rows of the tails after
+    them, `[R, k]`, and at captures, `[n, k]`."""
+    first = layout.num_singles
+    ends = [(layout.cu_seqlens[r + 1], r) for r in range(first, layout.num_sequences)]
+    captures = zip(layout.captures, layout.capture_sequences, strict=True)
 
-    def __init__(self, layout: RaggedLayout, K: int, device: torch.device) -> None:
-        first = layout.num_singles
-        self.lengths = layout.lengths[first:]
-        owners = range(first, layout.num_sequences)
-        captures = [
-            (count, owner)
-            for count, owner in zip(layout.captures, layout.capture_sequences, strict=True)
-            if owner >= first
-        ]
+    def rows(ends_owners):
+        ends = [end + owner * (K - 1) for end, owner in ends_owners if owner >= first]
+        return to_device(np.reshape(ends, (-1, 1)) - first * K + np.arange(K - 1), device)
 
-        def rows(ends_owners):
-            """Rows of the tails that end with flat token `end - 1`, `[n, k]`."""
-            ends = [end - first + (owner - first + 1) * (K - 1) for end, owner in ends_owners]
-            return to_device(np.reshape(ends, (-1, 1)) + np.arange(1 - K, 0), device)
-
-        self.final_Rk = rows([(layout.cu_seqlens[r + 1], r) for r in owners])
-        self.captured_nk = rows(captures)
+    return layout.lengths[first:], rows(ends), rows(captures)
 
 
 def _scan(
@@ -120,21 +114,20 @@ def _scan(
     bias_C: torch.Tensor | None,
     x_TC: torch.Tensor,
     tails_RCk: torch.Tensor,
-    windows: _Windows,
+    windows: tuple[list[int], torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """All sequences after their tails as one convolution."""
+    lengths, *ends = windows
     pieces = []
-    for tail_kC, x_seq in zip(tails_RCk.mT, x_TC.split(windows.lengths), strict=True):
+    for tail_kC, x_seq in zip(tails_RCk.mT, x_TC.split(lengths), strict=True):
         pieces += [tail_kC, x_seq]
     x_EC = torch.cat(pieces)
     y_EC = _Convolved.apply(x_EC.to(compute_dtype(x_EC)), weight_CK, bias_C)
     # Windows that reach into the next sequence's tail lie between those that are kept.
     gap = weight_CK.shape[1] - 1
-    sizes = [size for length in windows.lengths for size in (length, gap)][:-1]
+    sizes = [size for length in lengths for size in (length, gap)][:-1]
     y_TC = join(y_EC.split(sizes)[::2])
-    final_RCk, captured_nCk = (
-        x_EC[rows].transpose(1, 2) for rows in (windows.final_Rk, windows.captured_nk)
-    )
+    final_RCk, captured_nCk = (x_EC[rows].transpose(1, 2) for rows in ends)
     return y_TC, final_RCk, captured_nCk
 
 

@@ -210,11 +210,8 @@ def run(
     form = dict(C=C, K=K, HAS_BIAS=bias_C is not None, SILU=activation == "silu")
     form |= dict(BLOCK_T=ROWS, BLOCK_C=CHANNELS, num_warps=4)
     if layout.num_singles == layout.num_sequences and not layout.captures:
-        grid, numbers = (
-            (triton.cdiv(layout.num_rows, ROWS), blocks),
-            (layout.num_rows, layout.num_sequences),
-        )
-        conv_step_kernel(grid, tensors, numbers, **form)
+        grid = triton.cdiv(layout.num_rows, ROWS), blocks
+        conv_step_kernel(grid, tensors, (layout.num_rows, layout.num_sequences), **form)
         return y_TC
     table = SequenceTable.of(layout, x_TC.device)
     y_TC[layout.num_tokens :] = 0

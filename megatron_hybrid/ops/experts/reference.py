@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -48,35 +49,23 @@ def expert_mlps(
         raise ValueError(
             f"x_mh of expert_mlps has {len(x_mh)} rows, and ends_E says {spans[-1][1]}"
         )
-    fc1_E, fc1_bias_E = _experts(fc1_Egh), _biases(fc1_bias_Eg, len(spans))
-    fc2_E, fc2_bias_E = _experts(fc2_Ehf), _biases(fc2_bias_Eh, len(spans))
+    layers = (fc1_Egh, fc1_bias_Eg, fc2_Ehf, fc2_bias_Eh)
+    fc1_E, fc1_bias_E, fc2_E, fc2_bias_E = (_experts(layer, len(spans)) for layer in layers)
     # One without rows, if all are: the parameters get a gradient in every backward.
     used = [e for e, (first, end) in enumerate(spans) if first < end] or [0]
-    outputs = [
-        _mlp(x_mh[slice(*spans[e])], (fc1_E[e], fc1_bias_E[e]), (fc2_E[e], fc2_bias_E[e]), activate)
-        for e in used
-    ]
+    outputs = []
+    for e in used:
+        x_mg, fc2_hf = linear(x_mh[slice(*spans[e])], fc1_E[e], fc1_bias_E[e]), fc2_E[e]
+        outputs.append(linear(activated(activate, x_mg, fc2_hf), fc2_hf, fc2_bias_E[e]))
     rest = len(x_mh) - spans[-1][1]
     return torch.cat([*outputs, outputs[0].new_zeros(rest, outputs[0].shape[1])])
 
 
-def _biases(bias_E: PerExpert | None, num_experts: int) -> Sequence[torch.Tensor | None]:
-    return [None] * num_experts if bias_E is None else _experts(bias_E)
-
-
-def _experts(tensor_E: PerExpert) -> Sequence[torch.Tensor]:
+def _experts(tensor_E: PerExpert | None, num_experts: int) -> Sequence[Any]:
+    if tensor_E is None:
+        return [None] * num_experts
     # One unbind: taking experts out one by one costs a gradient of full size each.
     return tensor_E.unbind(0) if isinstance(tensor_E, torch.Tensor) else tensor_E
-
-
-def _mlp(
-    x_mh: torch.Tensor,
-    fc1: tuple[torch.Tensor, torch.Tensor | None],
-    fc2: tuple[torch.Tensor, torch.Tensor | None],
-    activate: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """One expert, [m, h] -> [m, h]."""
-    return linear(activated(activate, linear(x_mh, *fc1), fc2[0]), *fc2)
 
 
 def activated(

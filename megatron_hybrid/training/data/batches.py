@@ -52,10 +52,9 @@ class Batch:
         }
         return cls(tokens, labels, loss_mask, lengths, padding_mask, columns)
 
-    def packed_seq_params(self, device: torch.device | str = "cpu") -> PackedSeqParams:
-        """Boundaries of the sequences, for the model. It reads them in host memory: on another
-        device it has to wait for it."""
-        boundaries = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
+    def packed_seq_params(self) -> PackedSeqParams:
+        """Boundaries of the sequences in host memory, where the model reads them."""
+        boundaries = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
         longest = max(self.lengths)
         return PackedSeqParams(
             qkv_format="thd",
@@ -67,14 +66,9 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same on a device."""
-        return replace(
-            self,
-            tokens=self.tokens.to(device),
-            labels=self.labels.to(device),
-            loss_mask=self.loss_mask.to(device),
-            padding_mask=None if self.padding_mask is None else self.padding_mask.to(device),
-            columns={name: column.to(device) for name, column in self.columns.items()},
-        )
+        own = {name: one.to(device) for name, one in vars(self).items() if isinstance(one, Tensor)}
+        columns = {name: column.to(device) for name, column in self.columns.items()}
+        return replace(self, **own, columns=columns)
 
     def cut(self, most: int) -> Batch:
         """The same tokens in sequences of at most `most` tokens, for a warm-up of the sequence

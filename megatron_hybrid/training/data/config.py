@@ -83,16 +83,6 @@ class DataFields(Fields):
         if self.kind == "prompts" and (self.blend or parse_blend("train", self.train)[1]):
             raise ValueError("prompts are files in train, without weights, and no blend.")
         parse_split(self.split)
-        self._check_warmup()
-
-    def longest_sequence(self, step: int) -> int:
-        """Most tokens of a sequence at a step, counted from 0; for `Batch.cut`."""
-        for end, tokens in self.sequence_length_warmup:
-            if step < end:
-                return tokens
-        return self.sequence_length
-
-    def _check_warmup(self) -> None:
         pairs = self.sequence_length_warmup
         sound = all(len(pair) == 2 for pair in pairs)
         for column in zip(*pairs) if sound else ():
@@ -105,6 +95,13 @@ class DataFields(Fields):
                 f"that rise, with fewer tokens than sequence_length {self.sequence_length}."
             )
 
+    def longest_sequence(self, step: int) -> int:
+        """Most tokens of a sequence at a step, counted from 0; for `Batch.cut`."""
+        for end, tokens in self.sequence_length_warmup:
+            if step < end:
+                return tokens
+        return self.sequence_length
+
 
 def parse_blend(name: str, entries: Sequence) -> tuple[list[str], list[float] | None]:
     """Prefixes, and their weights if they have any.
@@ -112,8 +109,6 @@ def parse_blend(name: str, entries: Sequence) -> tuple[list[str], list[float] | 
     Raises:
         ValueError: an entry is neither a prefix nor a pair, or some have weights and others not.
     """
-    if isinstance(entries, str) or not isinstance(entries, Sequence):
-        raise ValueError(f"{name} is {entries!r}; it must be a list of prefixes.")
     pairs = [_parse_entry(name, entry) for entry in entries]
     prefixes = [prefix for _, prefix in pairs]
     weights = [weight for weight, _ in pairs if weight is not None]
@@ -142,7 +137,7 @@ def parse_split(split: str) -> list[float]:
         ValueError: not one to three numbers, or all are 0.
     """
     number = r"\s*(?:\d+\.?\d*|\.\d+)\s*"
-    if not isinstance(split, str) or not re.fullmatch(rf"{number}(?:,{number}){{0,2}}", split):
+    if not re.fullmatch(rf"{number}(?:,{number}){{0,2}}", split):
         raise ValueError(f"split is {split!r}; use three numbers, as in '969,30,1'.")
     parts = [*map(float, split.split(",")), 0.0, 0.0][:3]
     if not sum(parts):

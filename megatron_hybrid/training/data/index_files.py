@@ -87,25 +87,6 @@ class Description:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
-def description_path(prefix: str | os.PathLike) -> Path:
-    return Path(f"{os.fspath(prefix)}.json")
-
-
-def read_description(prefix: str) -> Description | None:
-    """None: the dataset has no description. Megatron's own tools write none.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
-    path = description_path(prefix)
-    if not path.exists():
-        return None
-    try:
-        return Description(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{path} does not describe a dataset: {error}. {_AGAIN}") from error
-
-
 def check_dataset(prefix: str, tokenizer: Tokenizer, kind: str, ends_documents: bool) -> np.ndarray:
     """Check a dataset's files against each other and against the tokenizer.
 
@@ -121,13 +102,11 @@ def check_dataset(prefix: str, tokenizer: Tokenizer, kind: str, ends_documents: 
             another kind of training.
     """
     lengths = _check_index(prefix)
-    found = read_description(prefix)
-    if found is not None:
-        _check_description(prefix, found, tokenizer, kind, lengths)
+    path = Path(f"{prefix}.json")
+    if path.exists():  # Megatron's own tools write none
+        _check_description(prefix, path, tokenizer, kind, lengths)
     elif kind != "pretraining":
-        raise ValueError(
-            f"{description_path(prefix)} is missing: {prefix} is not a dataset of {kind}"
-        )
+        raise ValueError(f"{path} is missing: {prefix} is not a dataset of {kind}")
     if kind != "pretraining":
         spans = _check_index(prefix + SPANS)
         if len(spans) != len(lengths):
@@ -167,9 +146,12 @@ def _check_index(prefix: str) -> np.ndarray:
 
 
 def _check_description(
-    prefix: str, found: Description, tokenizer: Tokenizer, kind: str, lengths: np.ndarray
+    prefix: str, path: Path, tokenizer: Tokenizer, kind: str, lengths: np.ndarray
 ) -> None:
-    path = description_path(prefix)
+    try:
+        found = Description(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path} does not describe a dataset: {error}. {_AGAIN}") from error
     if found.kind != kind:
         raise ValueError(
             f"{prefix} was made for {found.kind}, not for {kind}: make it anew {_OPTIONS[kind]}."

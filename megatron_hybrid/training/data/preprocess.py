@@ -96,7 +96,19 @@ def preprocess(
     if append_eod is None:
         append_eod = not chat
     loaded = Tokenizer.from_folder(folder)
-    _check(loaded, folder, output, workers, chat, append_eod)
+    index = Path(f"{os.fspath(output)}.idx")
+    if index.exists():
+        raise ValueError(f"{index} exists: remove it, or name another output.")
+    check_field("workers", workers, Annotated[int, Range(ge=1)])
+    if chat and append_eod:
+        raise ValueError("with --chat the template writes the end tokens: leave out --append-eod.")
+    if append_eod and loaded.eod is None:
+        raise ValueError(
+            f"the tokenizer of {folder} has no end token: give it an eos_token in "
+            "tokenizer_config.json, or use --no-append-eod."
+        )
+    if chat and loaded.chat_template is None:
+        raise ValueError(f"the tokenizer of {folder} has no chat template, which --chat needs.")
     field = key or ("messages" if chat else "text")
     arguments = folder, field, chat, append_eod, train_on, training_template, preferences
     chunks = (chunk for path in paths for chunk in read_chunks(path, one_per_line))
@@ -144,29 +156,6 @@ def train_and_save_tokenizer(
     tokenizer = train_tokenizer(texts, vocab_size)
     tokenizer.save(folder)
     return tokenizer
-
-
-def _check(
-    tokenizer: Tokenizer,
-    folder: Path,
-    output: str | os.PathLike,
-    workers: int,
-    chat: bool,
-    append_eod: bool,
-) -> None:
-    index = Path(f"{os.fspath(output)}.idx")
-    if index.exists():
-        raise ValueError(f"{index} exists: remove it, or name another output.")
-    check_field("workers", workers, Annotated[int, Range(ge=1)])
-    if chat and append_eod:
-        raise ValueError("with --chat the template writes the end tokens: leave out --append-eod.")
-    if append_eod and tokenizer.eod is None:
-        raise ValueError(
-            f"the tokenizer of {folder} has no end token: give it an eos_token in "
-            "tokenizer_config.json, or use --no-append-eod."
-        )
-    if chat and tokenizer.chat_template is None:
-        raise ValueError(f"the tokenizer of {folder} has no chat template, which --chat needs.")
 
 
 class _Output:

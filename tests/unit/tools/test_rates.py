@@ -1,6 +1,6 @@
 """Bounds of the speed: what follows from the rooflines, and how it is printed."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def test_the_report_fits_80_columns_and_says_what_it_is(nemotron):
     assert render(plan(NEMOTRON_H_8B, 80 * 10**9, 100_000)) in text
     assert "* so many requests need more memory than there is" in text
     assert "*" not in "".join(render_rates(predict(nemotron, H100, {8000: 64})))
-    rates = result.to_dict()["rates"]
+    rates = asdict(result)["rates"]
     assert [each["tokens"] for each in rates["prefill"]] == [8000, 64_000, 100_000]
 
 

@@ -23,7 +23,7 @@ from megatron_hybrid.training.reports import (
 
 def reports(folder, step=0, **fields):
     console = Console(file=io.StringIO())
-    return Reports(folder, ReportFields.of("reports", fields), 20, step, console)
+    return Reports(folder, ReportFields.of("reports", fields), 20, step, {}, console)
 
 
 def write(one, *steps):
