@@ -54,6 +54,6 @@ class Waves:
         self.sizes: list[int] = np.bincount(waves_of_items).tolist()
         """Number of sequences with an item in wave j."""
         self.places: np.ndarray = np.argsort(items)
-        """Of each item, in the order of waves."""
+        """Place of each item in the order of waves."""
         self.items = Permutation(items, device)
         self.sequences = Permutation(order, device)

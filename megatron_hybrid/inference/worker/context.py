@@ -164,7 +164,7 @@ class DynamicInferenceContext:
                 fewer is filled up with rows that are drafts to be taken back: see `end_recorded`.
         """
         self._buffer.begin()
-        ready_slots = [ready.slot for ready in plan.ready]
+        ready_slots = [ready.slot for ready in plan.ready] if num_decodes is None else []
         num_ready = len(ready_slots)
         self._buffer.host["ready_slots"][:num_ready] = ready_slots
         self._ready_slots = self._buffer.device["ready_slots"][:num_ready]
@@ -471,6 +471,10 @@ class DynamicInferenceContext:
         """The hidden states in the requests' live slots, [n, H]: of the token before the first one
         of the step; zeros where there is none."""
         return self.memory.hidden()[self._inputs["slots"]]
+
+    def hidden_of(self, slots: list[int]) -> Tensor:
+        """The hidden states in these live slots, [n, H]."""
+        return self.memory.hidden()[to_device(slots, self.memory.device)]
 
     def ready_hidden(self) -> Tensor:
         """Last hidden states of the plan's ready requests, [n, H]."""

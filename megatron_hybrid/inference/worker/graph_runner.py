@@ -185,7 +185,8 @@ class GraphRunner:
             rows = [i * num_rows + j for i, count in enumerate(wanted) for j in range(count)]
             logits_nV = logits_nV.index_select(0, to_device(rows, logits_nV.device))
         if plan.ready:  # they need no forward
-            ready_nV = self._model.compute_logits(self._context.ready_hidden())
+            hidden_nH = self._context.hidden_of([ready.slot for ready in plan.ready])
+            ready_nV = self._model.compute_logits(hidden_nH)
             logits_nV = torch.cat([logits_nV, ready_nV.to(logits_nV.dtype)])
         return logits_nV
 
