@@ -26,6 +26,9 @@ class Work:
     flops: float = 0.0
     """Multiplications and additions of matrix products."""
 
+    def __add__(self, other: Work) -> Work:
+        return Work(self.num_bytes + other.num_bytes, self.flops + other.flops)
+
 
 @dataclass(frozen=True)
 class Device:

@@ -177,7 +177,7 @@ class ParkedRequest:
     """A preempted request's bytes in host memory: its KV blocks and its live slot."""
 
     blocks: list[tuple[np.ndarray, Tensor]]
-    """Of each block table: numbers of the blocks, and uint8 [blocks, pages, page_bytes]."""
+    """Numbers of the blocks of each block table, and uint8 [blocks, pages, page_bytes]."""
     slot: Tensor  # uint8 [slot_bytes]
 
     @property
