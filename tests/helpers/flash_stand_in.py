@@ -73,6 +73,23 @@ def backward(
     return grads
 
 
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    *, softmax_scale, causal, window_size, softcap,
+):  # fmt: skip
+    """flash-attn 2.6's, with soft caps; differentiable."""
+    form = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, window_size[0] == -1)
+    outs, repeats = [], q.shape[1] // k.shape[1]
+    assert causal
+    for _, keys, scores in _sequences(q, k, *form, softmax_scale, *window_size):
+        weights = (softcap * torch.tanh(scores / softcap)).masked_fill(
+            scores == -torch.inf, -torch.inf
+        )
+        wide = v[keys].repeat_interleave(repeats, 1)
+        outs.append(torch.einsum("hqk,khd->qhd", weights.softmax(-1), wide))
+    return torch.cat(outs)
+
+
 def flash_attn_with_kvcache(
     q, k_cache, v_cache, *, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale,
     causal, window_size, attention_chunk, num_splits, return_softmax_lse,

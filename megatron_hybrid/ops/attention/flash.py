@@ -8,6 +8,9 @@ given those with the sink. (The gradient of `varlen_attn` leaves that of its log
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,6 +127,16 @@ class _Attention(torch.autograd.Function):
         return (*grads, grad_H, None, None)
 
 
+@functools.cache
+def capped_attention() -> Callable[..., Tensor] | None:
+    """flash-attn's function, which caps scores as torch's does not; None: it is not there."""
+    try:
+        from flash_attn import flash_attn_varlen_func as found
+    except (ImportError, OSError):
+        return None
+    return found if "softcap" in inspect.signature(found).parameters else None
+
+
 def _attend(
     q_THD: Tensor,
     k_SKD: Tensor,
@@ -135,6 +148,11 @@ def _attend(
     P = v_SKP.shape[-1]
     v_SKD = F.pad(v_SKP, (0, q_THD.shape[-1] - P)) if q_THD.shape[-1] > P else v_SKP
     tensors = map(aligned, (q_THD, k_SKD, v_SKD))
+    if pattern.softcap is not None:
+        lengths = (spans.cu_queries, spans.cu_keys, spans.most_queries, spans.most_keys)
+        left = -1 if pattern.window is None else pattern.window - 1
+        form = {"softmax_scale": pattern.scale, "causal": True, "window_size": (left, 0)}
+        return capped_attention()(*tensors, *lengths, **form, softcap=pattern.softcap)[..., :P]
     return _Attention.apply(*tensors, sinks_H, spans, pattern)[..., :P]
 
 
@@ -177,25 +195,28 @@ def run_paged(
 
 
 def verify(q_THD: Tensor, k_TKD: Tensor, v_TKP: Tensor, *others: Any) -> str | None:
-    pattern = others[1]
     if any(map(has_tangent, (q_THD, k_TKD, v_TKP))):
         return "it has no derivative in forward mode, and one is wanted"
     if not q_THD.dtype == k_TKD.dtype == v_TKP.dtype:
         return f"q, k and v are of {q_THD.dtype}, {k_TKD.dtype} and {v_TKP.dtype}"
-    return _refusal(q_THD, k_TKD, v_TKP, pattern)
+    return _refusal(q_THD, k_TKD, v_TKP, *others[1:])
 
 
 def verify_paged(*inputs: Any) -> str | None:
     from megatron_hybrid.ops.attention import triton
 
-    q_THD, k_pages_nBKD, v_pages_nBKP, _, _, pattern, *_ = inputs
-    return _refusal(q_THD, k_pages_nBKD, v_pages_nBKP, pattern) or triton.verify(*inputs)
+    q_THD, k_pages_nBKD, v_pages_nBKP, _, _, *others = inputs
+    return _refusal(q_THD, k_pages_nBKD, v_pages_nBKP, *others) or triton.verify(*inputs)
 
 
-def _refusal(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern) -> str | None:
+def _refusal(
+    q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, sinks: Tensor | None = None
+) -> str | None:
     """Return why it cannot serve such heads and this pattern."""
     D, P = q.shape[-1], v.shape[-1]
-    for name in ("softcap", "skips_first", "dropout"):
+    if pattern.softcap is not None and (sinks is not None or capped_attention() is None):
+        return f"it takes softcap={pattern.softcap} by flash-attn 2.6 or newer, without sinks"
+    for name in ("skips_first", "dropout"):
         if value := getattr(pattern, name):
             return f"it has no {name}, which is {value}"
     if compute_dtype(q) == q.dtype:

@@ -7,7 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from flash_stand_in import ARGUMENTS, backward, flash_attn_with_kvcache, forward
+from flash_stand_in import (
+    ARGUMENTS,
+    backward,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    forward,
+)
 from paged import Pool, paged_case, paged_expectation
 from recurrences import assert_near, randn, seeded
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -29,6 +35,7 @@ with_or_without_sinks = pytest.mark.parametrize("with_sinks", [False, True])
 def stand_in(monkeypatch):
     monkeypatch.setattr(flash, "forward_op", forward)
     monkeypatch.setattr(flash, "backward_op", backward)
+    monkeypatch.setattr(flash, "capped_attention", lambda: flash_attn_varlen_func)
 
 
 def leaves(generator, *shapes):
@@ -36,10 +43,12 @@ def leaves(generator, *shapes):
 
 
 @each_pattern
-@with_or_without_sinks
+@pytest.mark.parametrize("kind", ["plain", "sinks", "softcap"])
 @pytest.mark.parametrize("lengths", [(1, 47, 20, 1), (64,)], ids=str)
 @pytest.mark.parametrize("P", [8, 5])
-def test_outputs_and_gradients_are_those_of_the_reference(pattern, with_sinks, lengths, P):
+def test_outputs_and_gradients_are_those_of_the_reference(pattern, kind, lengths, P):
+    with_sinks = kind == "sinks"
+    pattern = replace(pattern, softcap=0.7) if kind == "softcap" else pattern
     layout = RaggedLayout(lengths, (0,) * len(lengths), num_padding=3)
     T, generator = layout.num_rows, seeded(3)
     tensors = leaves(generator, (T, 4, 8), (T, 2, 8), (T, 2, P), (4,))
@@ -107,16 +116,19 @@ def test_torch_takes_these_arguments_and_gives_these_shapes(monkeypatch, pattern
         planning.reset(token)
 
 
-def test_it_says_what_it_cannot_serve():
+def test_it_says_what_it_cannot_serve(monkeypatch):
     layout, half = RaggedLayout((20,), (0,)), {"dtype": torch.bfloat16}
     q, k = torch.empty(20, 4, 64, **half), torch.empty(20, 2, 64, **half)
     plain = AttentionPattern(0.1)
     for fields, word in (
-        ({"softcap": 2.0}, "softcap"),
         ({"dropout": 0.1}, "dropout"),
         ({"skips_first": True}, "skips_first"),
     ):
         assert word in flash.verify(q, k, k, layout, replace(plain, **fields))
+    capped = replace(plain, softcap=2.0)
+    assert "without sinks" in flash.verify(q, k, k, layout, capped, q[0, :, 0])
+    monkeypatch.setattr(flash, "capped_attention", lambda: None)
+    assert "flash-attn 2.6" in flash.verify(q, k, k, layout, capped)
     assert "16 bits" in flash.verify(q.float(), k.float(), k.float(), layout, plain)
     assert "float16" in flash.verify(q, k, k.half(), layout, plain)
     for D in (60, 264):
