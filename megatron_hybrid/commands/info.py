@@ -1,6 +1,7 @@
 """`megatron-hybrid info`."""
 
 import argparse
+from textwrap import fill
 
 HELP = "Show which libraries are installed, and which library serves each operation."
 
@@ -17,5 +18,5 @@ def run(options: argparse.Namespace) -> int:
         print(f"{name:20}{value}")
     print(f"\n{'op':24}served by")
     for name, value in served.items():
-        print(f"{name:24}{value}")
+        print(fill(value, 80, initial_indent=f"{name:24}", subsequent_indent=" " * 24))
     return 0
