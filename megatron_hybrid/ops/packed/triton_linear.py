@@ -8,6 +8,7 @@ import triton
 from torch import Tensor
 
 from megatron_hybrid.ops.kernels import aligned_rows
+from megatron_hybrid.ops.linear import linear
 from megatron_hybrid.ops.packed import triton as kernels
 from megatron_hybrid.ops.packed import unpack
 from megatron_hybrid.ops.packed.reference import FEW_ROWS
@@ -35,7 +36,7 @@ def run(
 ) -> Tensor:
     rows, experts = (triton.cdiv(len(x), ROWS), 1) if ends_E is None else (1, len(ends_E))
     if ends_E is None and len(x) > FEW_ROWS:
-        return F.linear(x, unpack(codes, scale, outer, zero, rest, x.dtype))
+        return linear(x, unpack(codes, scale, outer, zero, rest, x.dtype))
     inputs = INPUTS_IN_FP32 if x.dtype == torch.float32 else kernels.INPUTS
     form = kernels.form_of(codes, scale, inputs)
     y = x.new_empty(len(x), form["O"])
@@ -49,5 +50,5 @@ def run(
     )
     if rest is None:
         return y
-    more = F.linear(x, rest) if ends_E is None else F.grouped_mm(x, rest.mT, offs=ends_E)
+    more = linear(x, rest) if ends_E is None else F.grouped_mm(x, rest.mT, offs=ends_E)
     return torch.cat((y, more), -1)
