@@ -11,6 +11,7 @@ from megatron_hybrid.commands.arguments import (
     gigabytes,
     planned_config,
     positive,
+    whole_number,
 )
 
 HELP = "Compute what a model needs on a device: KV, states, largest batch, best speed; or a run."
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "by layer kind, and a bound of its speed.",
     )
     parser.add_argument(
-        "--num-gpus", type=int, default=8, metavar="N", help="The run of --train has so many GPUs."
+        "--num-gpus", type=whole_number, default=8, metavar="N", help="GPUs of the run of --train."
     )
     parser.add_argument(
         "--context",
@@ -122,14 +123,12 @@ def _plan_run(options: argparse.Namespace, memory_bytes: int, device) -> int:
     from megatron_hybrid.training.trainer import model_config_of, tokenizer_of
 
     recipe = Recipe.load(options.train)
-    if "vocab_size" in recipe.model:
+    if "vocab_size" in recipe.model and "pretrained" not in recipe.model:
         config = recipe.model_config(recipe.model["vocab_size"])
     else:
         config = model_config_of(recipe, tokenizer_of(recipe))
     found = footprint(recipe, config, options.num_gpus, "cuda")
-    speed = None
-    if device is not None:
-        speed = found.tokens_per_second(device.flops, device.bandwidth)
+    speed = None if device is None else found.tokens_per_second(device.flops, device.bandwidth)
     if options.json:
         values = {**asdict(found), "total": found.total, "tokens_per_second": speed}
         print(json.dumps(values, indent=2))

@@ -18,6 +18,7 @@ from megatron_hybrid.models.hybrid_model import LOSS_BYTES, HybridModel
 from megatron_hybrid.models.layer_pattern import LAYER_KINDS
 from megatron_hybrid.models.saved_bytes import SavedBytes, count_saved_bytes, planned_model
 from megatron_hybrid.ops.dispatch import REFERENCE
+from megatron_hybrid.training.data.batches import count_micro_batches
 from megatron_hybrid.training.lora import add_adapters
 from megatron_hybrid.training.optimizer import is_layer_matrix
 from megatron_hybrid.training.recipe import Recipe
@@ -108,7 +109,7 @@ def footprint(recipe: Recipe, config: HybridConfig, num_ranks: int, device_type:
         device_type: of its devices, "cuda" or "cpu".
 
     Raises:
-        ValueError: the number of ranks does not fit the layout, or adapters do not fit the model.
+        ValueError: ranks do not fit the layout or the batch, or adapters do not fit the model.
     """
     stages = {0, config.pipeline_model_parallel_size - 1}
     found = [_of_stage(recipe, config, num_ranks, stage, device_type) for stage in stages]
@@ -146,14 +147,13 @@ def _of_stage(
         counts.append(count_saved_bytes(model, rows, length, kind))
     by_torch, saved, kept = counts[0], counts[1], counts[-1]
     groups, stages = model.pg_collection, config.pipeline_model_parallel_size
-    micro_batches = run.global_batch_size // (rows * groups.dp.size()) or 1
+    micro_batches = count_micro_batches(run.global_batch_size, rows, groups.dp.size())
     in_flight = min(micro_batches, stages - stage)
     weights = sum(one.nbytes for one in model.parameters())
     compares = recipe.dpo is not None or (recipe.grpo is not None and recipe.grpo.beta > 0)
     if compares and recipe.lora is None:
         weights *= 2
-    if recipe.grpo is not None:
-        weights += recipe.grpo.cache_bytes
+    weights += 0 if recipe.grpo is None else recipe.grpo.cache_bytes
     by = [tuple(sorted({name for _, name in own} - {REFERENCE})) for own in kept.served]
     layers = zip(model.decoder.layer_type_list, saved.layers, kept.layers, by)
     per_token, per_pair = training_flops(model)
@@ -181,13 +181,10 @@ def _optimizer_bytes(model: HybridModel, recipe: Recipe) -> int:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        numbers = 2 if fields.name == "adam" else 1
-        if fields.name == "muon":
-            numbers = 1 if is_layer_matrix(name, parameter) else 2
-        has_copy = parameter.dtype != torch.float32
+        lean = is_layer_matrix(name, parameter) if fields.name == "muon" else fields.name == "sgd"
         group = groups.dp if getattr(parameter, "allreduce", True) else groups.expt_dp
         parts = group.size() if fields.distributed else 1
-        total += 4 * (numbers + has_copy) * parameter.numel() / parts
+        total += 4 * (2 - lean + (parameter.dtype != torch.float32)) * parameter.numel() / parts
     return round(total)
 
 

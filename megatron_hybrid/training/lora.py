@@ -34,6 +34,7 @@ from megatron_hybrid.models.layer_pattern import SHARED_BLOCKS
 from megatron_hybrid.models.low_rank import LowRankAdapter, LowRankPart, projections_of
 from megatron_hybrid.models.packed_weight import require_unpacked
 from megatron_hybrid.models.sharding.gathering import gather_whole, own_piece, whole_shape
+from megatron_hybrid.models.sharding.one_rank_group import PlannedGroup
 from megatron_hybrid.training.fields import Fields
 from megatron_hybrid.utils.files import digest_of_files
 from megatron_hybrid.utils.validation import Range
@@ -245,9 +246,11 @@ def _chosen_parts(
             if matches:
                 chosen.setdefault(name, []).append(LowRankPart(part, fields.rank, own_rows))
     stages = [(found, ends)]
-    if model.pg_collection.pp.size() > 1:
-        stages *= model.pg_collection.pp.size()
-        dist.all_gather_object(stages, (found, ends), group=model.pg_collection.pp)
+    if (pp := model.pg_collection.pp).size() > 1:
+        if isinstance(pp, PlannedGroup):  # the other stages are not there
+            return chosen
+        stages *= pp.size()
+        dist.all_gather_object(stages, (found, ends), group=pp)
     if missing := set(targets).difference(*(each for each, _ in stages)):
         known = ", ".join(sorted(set().union(*(each for _, each in stages))))
         raise ValueError(

@@ -318,6 +318,7 @@ def test_errors_are_one_line_and_where_help_is(known, unknown, capsys):
         (["bench-serve", "x", "--max-concurrency", "0"], "'0': give a whole number from 1 on"),
         (["bench-serve", "x", "--json", "no/x.json"], "there is no such folder; make it first"),
         (["bench-serve", "x", "--json", "."], "is a folder: give the name"),
+        (["plan", "--train", "demo", "--num-gpus", "0"], "'0': give a whole number from 1 on"),
         (["train", "demo", "--folder", "a/b"], "train.idx does not exist"),
         (["train", "laptop", "run.steps=many", "--folder", "a"], "steps is 'many'"),
         (

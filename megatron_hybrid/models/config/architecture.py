@@ -72,7 +72,8 @@ class ArchitectureFields(ModelFields):
     checkpoint for Megatron then holds a GPTModel, not a hybrid model."""
 
     def check(self) -> None:
-        self._require_positive("hidden_size", "vocab_size", "tensor_model_parallel_size")
+        sizes = (f"{each}_model_parallel_size" for each in ("tensor", "pipeline", "expert"))
+        self._require_positive("hidden_size", "vocab_size", *sizes)
         fits = self.layer_pattern.endswith("P") and not self.fp32_residual_connection
         if self.num_residual_streams is not None and not fits:
             raise ValueError(
@@ -80,7 +81,7 @@ class ArchitectureFields(ModelFields):
                 "to end with P, and fp32_residual_connection to be False. Leave it at None."
             )
         tp, expert_tp = self.tensor_model_parallel_size, self.expert_tensor_parallel_size
-        if expert_tp is not None and tp % expert_tp:
+        if expert_tp is not None and (expert_tp < 1 or tp % expert_tp):
             raise ValueError(
                 f"expert_tensor_parallel_size is {expert_tp}, which does not divide "
                 f"tensor_model_parallel_size={tp}. Use a divisor, or leave it at None for the same."

@@ -132,3 +132,22 @@ def test_shipped_recipes_fit_the_gpus_that_they_name(name, capsys, monkeypatch):
     assert 10**5 < values["tokens_per_second"] < 10**7
     assert main([*options, "--num-gpus", "3"]) != 0
     assert "needs a multiple of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "said"),
+    [
+        ({"pipeline_model_parallel_size": 2}, 8, ""),
+        ({"vocab_size": 5000}, 8, ""),
+        ({}, 12, "no multiple of the 8 rows"),
+        ({"pipeline_model_parallel_size": 0}, 8, "must be a whole number from 1"),
+        ({"expert_model_parallel_size": 0}, 8, "must be a whole number from 1"),
+        ({"expert_tensor_parallel_size": 0}, 8, "does not divide"),
+    ],
+)
+def test_a_run_of_adapters_is_planned_where_it_would_start(model, rows, said, tmp_path, capsys):
+    data, path = {"sequence_length": 64, "blend": ["x"]}, tmp_path / "run.yaml"
+    recipe = {"model": {"pretrained": "demo", **model}, "tokenizer": "demo", "data": data}
+    path.write_text(json.dumps({**recipe, "lora": {}, "run": {"global_batch_size": rows}}))
+    assert main(["plan", "--train", str(path), "--device", "h100"]) == (2 if said else 0)
+    assert said in capsys.readouterr().err
