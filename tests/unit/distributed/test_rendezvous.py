@@ -66,7 +66,7 @@ def test_a_rank_that_does_not_come_is_named_on_all_others(job, missing, monkeypa
     monkeypatch.setattr(rendezvous, "_ANSWER_SECONDS", 0.2)
 
     def work(rank):
-        return None if rank == missing else exchange("a call", rank, RANKS, 0.4)
+        return None if rank == missing else exchange("a call", rank, RANKS, 1.5)
 
     with caplog.at_level(logging.WARNING):
         given = on_ranks(job, work)
