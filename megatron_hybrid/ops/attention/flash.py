@@ -47,6 +47,13 @@ class Spans(NamedTuple):
     """The position of each key."""
     most_queries: int
     most_keys: int
+    left: int
+    """Keys before its own that a query sees; -1: all."""
+
+    @property
+    def lengths(self) -> tuple[Tensor, Tensor, int, int]:
+        """Where queries and keys begin, and the most of each, as FlashAttention takes them."""
+        return self.cu_queries, self.cu_keys, self.most_queries, self.most_keys
 
     @classmethod
     def of(
@@ -86,7 +93,8 @@ class Spans(NamedTuple):
                 ),
                 device,
             )
-            return cls(*numbers, max(queries), max(keys))
+            left = -1 if pattern.window is None else pattern.window - 1
+            return cls(*numbers, max(queries), max(keys), left)
 
         key = ("spans", pattern.window, pattern.chunk, device, paged)
         return layout.cached(key, build)
@@ -97,11 +105,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_THD, k_SKD, v_SKD, sinks_H, spans, pattern):
-        left = -1 if pattern.window is None else pattern.window - 1
-        lengths = (spans.cu_queries, spans.cu_keys, spans.most_queries, spans.most_keys)
-        window = {"window_size_left": left, "window_size_right": 0}
+        window = {"window_size_left": spans.left, "window_size_right": 0}
         # What both of torch's functions take in addition to tensors.
-        ctx.form = (*lengths, 0.0, pattern.window is None), {"scale": pattern.scale, **window}
+        ctx.form = (*spans.lengths, 0.0, pattern.window is None), {"scale": pattern.scale, **window}
         out_THD, lse_HT, *random, _ = forward_op(
             q_THD, k_SKD, v_SKD, *ctx.form[0], return_debug_mask=False, **ctx.form[1]
         )
@@ -149,10 +155,9 @@ def _attend(
     v_SKD = F.pad(v_SKP, (0, q_THD.shape[-1] - P)) if q_THD.shape[-1] > P else v_SKP
     tensors = map(aligned, (q_THD, k_SKD, v_SKD))
     if pattern.softcap is not None:
-        lengths = (spans.cu_queries, spans.cu_keys, spans.most_queries, spans.most_keys)
-        left = -1 if pattern.window is None else pattern.window - 1
-        form = {"softmax_scale": pattern.scale, "causal": True, "window_size": (left, 0)}
-        return capped_attention()(*tensors, *lengths, **form, softcap=pattern.softcap)[..., :P]
+        window = {"causal": True, "window_size": (spans.left, 0)}
+        form = {"softmax_scale": pattern.scale, "softcap": pattern.softcap, **window}
+        return capped_attention()(*tensors, *spans.lengths, **form)[..., :P]
     return _Attention.apply(*tensors, sinks_H, spans, pattern)[..., :P]
 
 
