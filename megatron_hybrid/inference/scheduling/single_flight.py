@@ -19,10 +19,7 @@ class SingleFlight:
         self._cache = cache
 
     def waits(
-        self,
-        request: Request,
-        running: Sequence[Request],
-        start_of: Callable[[Request], int],
+        self, request: Request, running: Sequence[Request], start_of: Callable[[Request], int]
     ) -> bool:
         """Return whether a running prefill will soon make a deeper position restorable than the
         present ones, so that the request need not compute the same tokens.

@@ -60,23 +60,19 @@ class StepAhead:
         sources = {owner: number for number, (owner, _) in enumerate(plan.draws())}
         for request in running:
             start = builder.start_of(request)
-            is_launched = request in builder.launched
             is_known = start < request.num_tokens
             if is_known and request.status is RequestStatus.PREFILL:
                 continue
-            if is_launched and not self._goes_on(request):
+            if request in builder.launched and not self._goes_on(request):
                 continue
             if builder.num_tokens == most:
                 return
             if not self._cache.extend(request.lease, start + 1):
                 builder.is_short = True
                 return
-            if is_known:
-                draws = start + 1 == request.num_tokens and not request.done
-                builder.add(Chunk(request, start, start + 1, draws))
-            else:
-                source = sources[request.request_id]
-                builder.add(Chunk(request, start, start + 1, draws=False, source=source))
+            draws = start + 1 == request.num_tokens and not request.done
+            source = -1 if is_known else sources[request.request_id]
+            builder.add(Chunk(request, start, start + 1, draws, source=source))
 
     def _goes_on(self, request: Request) -> bool:
         """Return whether a request has a row after the token that the current step draws for it, if
