@@ -200,8 +200,8 @@ def _softmax_average(
     `visible` and `sinks` have any shape that broadcasts against the scores `[b, H, s, t]`.
     """
     if missing := -q_bHsD.shape[2] % QUERY_ROWS:
-        if q_bHsD.shape[2] == 1:
-            q_bHsD = q_bHsD.expand(-1, -1, QUERY_ROWS, -1)
+        if q_bHsD.shape[2] == 1:  # copied: rows in one place are rounded otherwise
+            q_bHsD = q_bHsD.expand(-1, -1, QUERY_ROWS, -1).contiguous()
         else:  # the first ones again, by one copy
             q_bHsD, visible_st, sinks_H11 = (
                 x if x is None or x.shape[-2] == 1 else torch.cat((x, x[..., :missing, :]), -2)

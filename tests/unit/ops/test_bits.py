@@ -236,12 +236,18 @@ def delta_inputs(g, per_channel):
     return *keys, randn(g, ROWS, 3, 12), decays, randn(g, ROWS, 3).sigmoid()
 
 
+ATTENTION = [
+    (AttentionPattern(0.3), None),
+    *((AttentionPattern(0.3, **form), randn(seeded(1), 4)) for form in ({"softcap": 3.0}, {})),
+    *((AttentionPattern(0.3, **form), None) for form in ({"window": 3}, {"chunk": 7})),
+]
+"""Patterns and sinks of four heads."""
+
+
 def attention(g, dtype, decoding=True):
     """Sequences that decode over pages, and whole prompts of one length."""
     D, B, length = 16, 4, 9
     q, k, v = (randn(g, ROWS, length, heads, D, dtype=dtype) for heads in (4, 2, 2))
-    patterns = [(AttentionPattern(0.3), None), (AttentionPattern(0.3, softcap=3.0), randn(g, 4))]
-    patterns.append((AttentionPattern(0.3, window=3), randn(g, 4)))
 
     def paged(q, k, v):
         num = len(q)
@@ -249,7 +255,7 @@ def attention(g, dtype, decoding=True):
         table = torch.arange(num * 3).view(num, 3)
         decode = RaggedLayout((1,) * num, (length - 1,) * num)
         prefill = RaggedLayout((length,) * num, (0,) * num)
-        for pattern, sinks in patterns:
+        for pattern, sinks in ATTENTION:
             yield ops.paged_attention(q[:, -1], *pages, table, decode, pattern, sinks)
             y = ops.paged_attention(q.flatten(0, 1), *pages, table, prefill, pattern, sinks)
             yield y.unflatten(0, (num, length))
@@ -257,7 +263,7 @@ def attention(g, dtype, decoding=True):
     def varlen(q, k, v):
         layout = RaggedLayout((length,) * len(q), (0,) * len(q))
         flat = [x.flatten(0, 1) for x in (q, k, v)]
-        for pattern, sinks in patterns:
+        for pattern, sinks in ATTENTION:
             y = ops.varlen_attention(*flat, layout, pattern, sinks)
             yield y.unflatten(0, (len(q), length))
 
@@ -318,6 +324,25 @@ CASES = {
 def test_every_op_gives_a_row_its_bits_whatever_is_beside_it(name, dtype):
     for case in CASES[name](seeded(0), dtype):
         assert_rows_alone(case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pattern, sinks", ATTENTION)
+@torch.inference_mode()
+def test_attention_gives_a_row_its_bits_in_any_cut(pattern, sinks, dtype):
+    T, D = 150, 32
+    q, k, v = (randn(seeded(0), T, heads, D, dtype=dtype) for heads in (4, 2, 2))
+    table = torch.arange(T)[None]
+    expected = ops.varlen_attention(q, k, v, RaggedLayout((T,), (0,)), pattern, sinks)
+    for length in (1, 2, 3, 5, 31, 64):
+        for begin in range(0, T, length):
+            rows = slice(begin, min(begin + length, T))
+            for is_decode in (False, True)[: 1 + (length <= 3)]:
+                layout = RaggedLayout((rows.stop - begin,), (begin,), num_decodes=int(is_decode))
+                y = ops.paged_attention(
+                    q[rows], k[:, None], v[:, None], table, layout, pattern, sinks
+                )
+                assert torch.equal(y, expected[rows])
 
 
 PLACES = {"silu", "sigmoid", "softplus", "gelu", "logsigmoid", "exp2", "mish", "elu", "var", "std"}
