@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch.autograd import forward_ad
@@ -38,6 +39,13 @@ def rows_between(x_T: torch.Tensor, first: int, end: int) -> torch.Tensor:
     """`x_T[first:end]`; the tensor itself if that is all of it: a slice costs a copy in
     backward."""
     return x_T if (first, end) == (0, x_T.shape[0]) else x_T[first:end]
+
+
+def tokens_of(
+    layout: RaggedLayout, dtype: torch.dtype, *tensors_T: torch.Tensor
+) -> Iterator[torch.Tensor]:
+    """Tensors without padding rows, whose gradients would be NaN where they are, in a dtype."""
+    return (rows_between(each, 0, layout.num_tokens).to(dtype) for each in tensors_T)
 
 
 def pad_rows(y_T: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:

@@ -77,7 +77,7 @@ class SlotOp(Op):
             for x in ("pool_S", "captured_n")
         }
         with_captures = {
-            f"captured_n is not None or not n or {states} is None": "captured_n is None, and the "
+            "captured_n is not None or not n": "captured_n is None, and the "
             f"layout has {{n}} captures: give a tensor [{{n}}, {sizes.replace(' ', ', ')}] for them"
         }
         reference = in_slots(scan, place, has_steps_in_place)

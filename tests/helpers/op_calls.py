@@ -66,8 +66,8 @@ def scans(T: int) -> dict[str, Callable[[RaggedLayout], tuple]]:
             *(own, AttentionPattern(0.5), randn(H)),
         ),
         "varlen_attention": lambda own: (
-            *(randn(T, H, N), randn(T, G, N), randn(T, G, P), own, AttentionPattern(0.5)),
-            randn(H),
+            *(randn(T, H, N), randn(T, G, N), randn(T, G, P), own),
+            *(AttentionPattern(0.5, softcap=3.0), randn(H)),
         ),
     }
 

@@ -37,10 +37,10 @@ OTHER_HEADS = tuple(f"{form}_{widths}:bfloat16" for form in FORMS for widths in 
 def kernels_of_ours() -> set[str]:
     """Module and name of each function of a kernel that is launched."""
     found = set()
-    for path in OPS.glob("*/triton.py"):
+    for path in OPS.glob("*/triton*.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
-                found.add(f"{path.parent.name}.triton.{node.name}")
+                found.add(f"{path.parent.name}.{path.stem}.{node.name}")
     return found
 
 

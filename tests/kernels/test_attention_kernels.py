@@ -1,5 +1,7 @@
 """Paged attention in Triton against brute force in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from matrix import matrix_rows
 from paged import (
     K_HEADS,
     PLAIN,
+    D,
     Pool,
     as_float,
     group_sizes,
@@ -20,9 +23,9 @@ from paged import (
 )
 from recurrences import assert_near, layouts, seeded
 
-from megatron_hybrid.ops import RaggedLayout, dispatch, paged_attention
+from megatron_hybrid.ops import RaggedLayout, dispatch, paged_attention, varlen_attention
+from megatron_hybrid.ops.attention import reference, work
 from megatron_hybrid.ops.attention import triton as kernels
-from megatron_hybrid.ops.attention import work
 
 
 @pytest.fixture(autouse=True)
@@ -154,3 +157,32 @@ def test_what_lies_in_a_first_place_that_is_skipped_does_not_matter(B, entry, le
 
 def kernels_reference(*inputs):
     return dispatch.OPS["paged_attention"].reference(*inputs)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    layout=layouts(max_length=150),
+    pattern=patterns,
+    sinks=st.booleans(),
+    group=group_sizes,
+    P=value_dims,
+    dtype=st.sampled_from((torch.float32, torch.float16)),
+)
+def test_gradients_with_a_soft_cap_are_those_in_float64(layout, pattern, sinks, group, P, dtype):
+    generator = seeded(layout.num_rows)
+    pattern = replace(pattern, softcap=1.5)
+    layout = replace(layout, start_positions=(0,) * layout.num_sequences, captures=())
+    heads = (K_HEADS * group, D), (K_HEADS, D), (K_HEADS, P), (K_HEADS * group, P)
+    given = [torch.randn(layout.num_rows, *each, generator=generator) for each in heads]
+    given += [torch.randn(K_HEADS * group, generator=generator)] if sinks else []
+    results = []
+    for run, own in ((reference.varlen_attention, torch.float64), (varlen_attention, dtype)):
+        qkv_, sinks_ = given[:3], given[4:]
+        inputs = [each.to(dtype).to(own).requires_grad_() for each in (*qkv_, *sinks_)]
+        y = run(*inputs[:3], layout, pattern, *inputs[3:])
+        results.append((y, *torch.autograd.grad((y * given[3].to(own)).sum(), inputs)))
+    for right, found in zip(*results, strict=True):
+        error = 1e-5 if dtype == torch.float32 else 5e-3
+        torch.testing.assert_close(
+            found.double(), right, rtol=0, atol=error * right.abs().max().item()
+        )

@@ -62,12 +62,14 @@ def test_a_kernel_is_asked_before_the_reference_and_waits_for_no_device(monkeypa
 @pytest.mark.usefixtures("loops_over_tensors")
 @pytest.mark.parametrize(("op", "backend"), sorted({(c.partition(" ")[0], b) for c, b in KERNELS}))
 def test_gradients_are_those_of_the_reference(monkeypatch, op, backend):
-    layout = RaggedLayout((5, 3), (0, 0))
+    layout = RaggedLayout((5, 3), (0, 0), num_padding=2)
     flat = calls().get(op)
-    inputs = flat() if flat else scans(8)[op](layout)
+    inputs = flat() if flat else scans(layout.num_rows)[op](layout)
     inputs = [None if isinstance(x, SlotStates) else x for x in inputs]
     leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
     for leaf in leaves:
+        if not flat and len(leaf) == layout.num_rows:
+            leaf[layout.num_tokens :] = torch.nan
         leaf.requires_grad_()
     refusal = dispatch.OPS[op].refusals(*inputs)[backend]
     assert refusal is None or op == "paged_attention" or "chunk_size" in refusal

@@ -14,6 +14,7 @@ from megatron_hybrid.models.saved_bytes import count_saved_bytes, planned_model
 from megatron_hybrid.ops import dispatch
 
 FIELDS = dict(hidden_size=64, mamba_chunk_size=16, linear_chunk_size=32)
+CAPPED = dict(attention_logit_softcap=2.0, sliding_window=20)
 SERVED = {
     "M": ("ssd_scan", "mcore", True, 0.35),
     "G": ("gated_delta_rule", "fla", True, 0.25),
@@ -67,10 +68,10 @@ def test_a_step_by_kernels_has_the_gradients_of_plain_torch(pattern, monkeypatch
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.parametrize("pattern", ["MGK", "SC-U"])
-def test_packed_rows_have_the_bits_of_a_prefill(pattern):
+@pytest.mark.parametrize("pattern, fields", [("MGK", {}), ("SC-U", {}), ("*W", CAPPED)])
+def test_packed_rows_have_the_bits_of_a_prefill(pattern, fields):
     torch.manual_seed(0)
-    model, rows = build_hybrid_model(small_config(pattern, **FIELDS)), []
+    model, rows = build_hybrid_model(small_config(pattern, **FIELDS, **fields)), []
     model.decoder.register_forward_hook(lambda *call: rows.append(call[-1].detach()))
     prompts = [random_tokens(1, n)[0].tolist() for n in (40, 3, 27)]
     tiny_engine(model.eval(), prefix_caching="off").generate(prompts, greedy(1))

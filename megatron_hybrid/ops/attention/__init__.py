@@ -49,3 +49,4 @@ varlen_attention = Op(
     _GROUPS,
 )
 varlen_attention.register(Backend("flash", flash.run, flash.verify, flash.MISSING, "cuda"))
+varlen_attention.register(kernel_backend("triton", "megatron_hybrid.ops.attention.triton_varlen"))

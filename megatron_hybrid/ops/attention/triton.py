@@ -33,6 +33,19 @@ def _load(ptrs, inside, ALL: tl.constexpr):
     return block
 
 
+@triton.jit
+def is_seen(j, position, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SKIPS_FIRST: tl.constexpr):
+    """Whether the queries at these positions see keys, `[queries, keys]`."""
+    seen = j[None, :] <= position[:, None]
+    if WINDOW > 0:
+        seen = seen & (j[None, :] > position[:, None] - WINDOW)
+    if CHUNK > 0:
+        seen = seen & (j[None, :] >= position[:, None] // CHUNK * CHUNK)
+    if SKIPS_FIRST:
+        seen = seen & (j[None, :] >= tl.minimum(position[:, None], 1))
+    return seen
+
+
 @Kernel
 @triton.jit
 def attention_kernel(
@@ -166,15 +179,9 @@ def attention_kernel(
                 scores *= scale
                 scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap)))
             if MASKED:
-                seen = j[None, :] <= position[:, None]
+                seen = is_seen(j, position, WINDOW, CHUNK, SKIPS_FIRST)
                 if SPLIT:
                     seen = seen & known[None, :]
-                if WINDOW > 0:
-                    seen = seen & (j[None, :] > position[:, None] - WINDOW)
-                if CHUNK > 0:
-                    seen = seen & (j[None, :] >= position[:, None] // CHUNK * CHUNK)
-                if SKIPS_FIRST:
-                    seen = seen & (j[None, :] >= tl.minimum(position[:, None], 1))
                 scores = tl.where(seen, scores, float("-inf"))
             new = tl.maximum(largest, tl.max(scores, 1) * factor)
             shift = tl.where(new == float("-inf"), 0.0, new)

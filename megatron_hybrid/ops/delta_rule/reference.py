@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_hybrid.ops.checks import compute_dtype, pad_rows, without_autocast
+from megatron_hybrid.ops.checks import compute_dtype, pad_rows, tokens_of, without_autocast
 from megatron_hybrid.ops.chunk_grid import ChunkGrid
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.scan import decay_matrix, ragged_scan
@@ -66,7 +66,7 @@ def delta_rule(
     shape = (layout.num_sequences, v_THP.shape[1], N, v_THP.shape[2])
     states_RHNP = states_or_zeros(initial_states_RHNP, shape, like=v_THP)
     dtype = compute_dtype(v_THP)
-    q_f, k_f, v_f, g_f, beta_f = (t.to(dtype) for t in (q_THN, k_THN, v_THP, g_THN, beta_TH))
+    q_f, k_f, v_f, g_f, beta_f = tokens_of(layout, dtype, q_THN, k_THN, v_THP, g_THN, beta_TH)
     q_f, k_f = (t * (t.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt() for t in (q_f, k_f))
     q_f = q_f * N**-0.5
     # Per channel, a CPU takes twice as long for chunks as for their tokens one by one.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatron_hybrid.ops.checks import compute_dtype, join, pad_rows, rows_between, without_autocast
+from megatron_hybrid.ops.checks import compute_dtype, join, pad_rows, tokens_of, without_autocast
 from megatron_hybrid.ops.dispatch import planning
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.scan import ragged_scan
@@ -65,7 +65,8 @@ def selective_scan(
     shape = (layout.num_sequences, *A_CN.shape)
     states_RCN = states_or_zeros(initial_states_RCN, shape, like=x_TC)
     dtype = compute_dtype(x_TC)
-    x_f, dt_f, A_CN, B_f, C_f = (t.to(dtype) for t in (x_TC, dt_TC, A_CN, B_TN, C_TN))
+    x_f, dt_f, B_f, C_f = tokens_of(layout, dtype, x_TC, dt_TC, B_TN, C_TN)
+    A_CN = A_CN.to(dtype)
     y_TC, final_RCN, captured_nCN = ragged_scan(
         lambda *inputs: _step(A_CN, *inputs),
         lambda *inputs: _scan(A_CN, chunk_size, *inputs),
@@ -75,7 +76,7 @@ def selective_scan(
         lambda: TimeOrder.of(layout, x_TC.device),
         layout.num_steps,
     )
-    y_TC = torch.addcmul(y_TC, rows_between(x_f, 0, layout.num_tokens), D_C.to(dtype))
+    y_TC = torch.addcmul(y_TC, x_f, D_C.to(dtype))
     return pad_rows(y_TC.to(x_TC.dtype), layout), final_RCN, captured_nCN
 
 

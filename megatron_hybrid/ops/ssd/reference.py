@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_hybrid.ops.checks import compute_dtype, pad_rows, rows_between, without_autocast
+from megatron_hybrid.ops.checks import compute_dtype, pad_rows, tokens_of, without_autocast
 from megatron_hybrid.ops.chunk_grid import ChunkGrid
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.scan import decay_matrix, ragged_scan
@@ -52,7 +52,7 @@ def ssd_scan(
     shape = (layout.num_sequences, *x_THP.shape[1:], B_TGN.shape[-1])
     states_RHPN = states_or_zeros(initial_states_RHPN, shape, like=x_THP)
     dtype = compute_dtype(x_THP)
-    x_f, dt_f, B_f, C_f = (t.to(dtype) for t in (x_THP, dt_TH, B_TGN, C_TGN))
+    x_f, dt_f, B_f, C_f = tokens_of(layout, dtype, x_THP, dt_TH, B_TGN, C_TGN)
     # What remains is linear attention with a scalar decay: keys B, queries C, values dt x.
     inputs = (dt_f.unsqueeze(-1) * x_f, dt_f * A_H.to(dtype), B_f, C_f)
     y_THP, final_RHPN, captured_nHPN = ragged_scan(
@@ -64,7 +64,6 @@ def ssd_scan(
         lambda: ChunkGrid.of(layout, chunk_size if chunk_size > 1 else 64, x_THP.device),
         layout.num_sequences if chunk_size == 1 else layout.num_steps,
     )
-    x_f = rows_between(x_f, 0, layout.num_tokens)
     y_THP = torch.addcmul(y_THP, x_f, D_H.to(dtype).unsqueeze(-1))
     return pad_rows(y_THP.to(x_THP.dtype), layout), final_RHPN, captured_nHPN
 
