@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -23,6 +24,7 @@ from megatron_hybrid.inference.requests.request import recompute_reason
 from megatron_hybrid.inference.requests.view import RequestView
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_loop import StepLoop
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.base import Mixer
 from megatron_hybrid.ops import linear
 
@@ -30,6 +32,13 @@ Listener = TypeVar("Listener", bound=CacheListener)
 
 _ROW_COUNTS = 1, 2, 3, 4, 5, 8, 16, 40, 64, 256
 """Rows of the products that `promises` tries."""
+
+_OF_TRAINED_EXPERTS = (
+    "moe_input_jitter_eps",
+    "moe_expert_capacity_factor",
+    "moe_router_force_load_balancing",
+)
+"""Fields with which a trainer's forward differs from that of inference."""
 
 
 class Inspection:
@@ -63,10 +72,21 @@ class Inspection:
         training = [reason for mixer in mixers for reason in mixer.training_reasons()]
         device = self._parts.runner.memory.device
         serving += _unequal_products(model) if device.type == "cpu" else [f"it runs on {device}"]
-        if config.state_encoding != "exact":
+        if (mode := os.environ["MKL_CBWR"]).startswith("COMPATIBLE"):
+            serving.append(f"MKL_CBWR is {mode!r}: attention's products depend on their rows")
+        kept = model.cache_requirements()
+        rounds_states = any(state.decay is not None for each in kept for state in each.states)
+        if (
+            config.state_encoding != "exact"
+            and config.prefix_caching == "restore"
+            and rounds_states
+        ):
             serving.append(f"state_encoding is {config.state_encoding!r}: saved states are rounded")
-        if config.kv_cache_dtype not in (None, model.config.params_dtype):
+        has_keys = any(each.kv is not None for each in kept)
+        if config.kv_cache_dtype not in (None, model.config.params_dtype) and has_keys:
             training.append(f"kv_cache_dtype is {config.kv_cache_dtype}")
+        of_ranks, of_training = reasons_of_config(model.config, has_keys)
+        serving, training = serving + of_ranks, training + of_training
         return {"serving": [*dict.fromkeys(serving)], "training": [*dict.fromkeys(training)]}
 
     @exclusive
@@ -157,6 +177,22 @@ class Inspection:
     def check_integrity(self) -> None:
         self._parts.cache.check_integrity()
         self._parts.scheduler.check_integrity()
+
+
+def reasons_of_config(config: HybridConfig, has_keys: bool) -> tuple[list[str], list[str]]:
+    """Return why bits may differ in serving and in training, by ranks and by what training does."""
+    has_experts = not {"E", "B"}.isdisjoint(config.pattern.symbols)
+    tp, ep = config.tensor_model_parallel_size, config.expert_model_parallel_size
+    added, training = tp * ep if tp > 1 and has_experts else tp, []
+    if ep > 1 and has_experts and config.params_dtype != torch.float32:
+        training.append(f"expert_model_parallel_size is {ep}: a trainer rounds experts' sums apart")
+    in_use = {"hidden_dropout": True, "attention_dropout": has_keys}
+    in_use |= dict.fromkeys(_OF_TRAINED_EXPERTS, has_experts)
+    values = {name: getattr(config, name) for name, is_used in in_use.items() if is_used}
+    training += [f"{name} is {value}, in training alone" for name, value in values.items() if value]
+    if added > 2:
+        return [f"{added} ranks add up a row, in an order that depends on its place"], training
+    return [], training
 
 
 @torch.inference_mode()

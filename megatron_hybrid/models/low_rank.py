@@ -111,7 +111,7 @@ class LowRankAdapter(nn.Module):
         """The projection's input [..., in] -> what to add to its output [..., out]."""
         low = linear(F.dropout(x, self.dropout, self.training), self.a)
         low = meet_ranks(low, self.group, self.splits_rows, self.by_column)
-        return linear(low, self.own_b()) * self.scale
+        return linear(low, self.own_b() * self.scale)
 
     def own_b(self) -> Tensor:
         """B with 0 where a part's A has no effect, [out, rank] of this rank."""

@@ -53,6 +53,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(full_rows(x), weight, bias)[: len(x)]
     if x.shape[0] == 1:  # another kernel's bits
         return linear(F.pad(x, (0, 0, 0, 1)), weight, bias)[:1]
+    if weight.shape[0] == 1:  # as well
+        bias = None if bias is None else bias.repeat(2)
+        return linear(x, weight.repeat(2, 1), bias)[:, :1]
     if torch.is_grad_enabled():
         return _Linear.apply(x, weight, bias)
     return _onednn(x, weight, bias, "none", [], "")
@@ -66,8 +69,10 @@ def full_rows(x: Tensor) -> Tensor:
 
 
 def can_reorder(weight: Tensor) -> bool:
-    """Return whether `reordered` makes a copy; not of a part of a tensor, which has other bits."""
-    return weight.is_cpu and weight.dtype in _DTYPES and weight.is_contiguous()
+    """Return whether `reordered` makes a copy; not of a part of a tensor, which has other bits, nor
+    of few outputs, which take up to 64 times their bytes."""
+    is_whole = weight.is_contiguous() and weight.shape[0] >= 16
+    return weight.is_cpu and weight.dtype in _DTYPES and is_whole
 
 
 def reordered(weight: Tensor) -> Tensor:

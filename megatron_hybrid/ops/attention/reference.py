@@ -116,20 +116,15 @@ def varlen_attention(
         TypeError: q, k, v or the sinks are not floating-point.
         ValueError: shapes that do not fit.
     """
-    P, D = v_TKP.shape[2], q_THD.shape[2]
-    if P < D and _is_fused(pattern, sinks_H, v_TKP, v_TKP):
-        # torch's fused kernels want values as wide as keys, and are worth the zeros.
-        v_TKP = F.pad(v_TKP, (0, D - P))
     qkv = [rows_between(t, 0, layout.num_tokens) for t in (q_THD, k_TKD, v_TKP)]
     if len(set(layout.lengths)) == 1:
         q, k, v = (t.unflatten(0, (layout.num_sequences, layout.lengths[0])) for t in qkv)
-        o_THP = _attend(q, k, v, 0, 0, pattern, sinks_H).flatten(0, 1)
-        return pad_rows(o_THP[..., :P], layout)
+        return pad_rows(_attend(q, k, v, 0, 0, pattern, sinks_H).flatten(0, 1), layout)
     outs = [
         _attend(q[None], k[None], v[None], 0, 0, pattern, sinks_H).squeeze(0)
         for q, k, v in zip(*(t.split(layout.lengths) for t in qkv), strict=True)
     ]
-    return pad_rows(join(outs)[..., :P], layout)
+    return pad_rows(join(outs), layout)
 
 
 def _attend(
@@ -184,7 +179,7 @@ def _is_fused(
     pattern: AttentionPattern, sinks: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor
 ) -> bool:
     """Return whether torch's fused kernels cover the pattern, and values as wide as these."""
-    return pattern.softcap is None and sinks is None and k.shape[-1] == v.shape[-1]
+    return pattern.softcap is None and sinks is None and k.shape[-1] >= v.shape[-1]
 
 
 def _softmax_average(
@@ -212,15 +207,17 @@ def _softmax_average(
     if _is_fused(pattern, sinks_H11, k_bKtD, v_bKtP):
         if q_bHsD.is_cuda:
             q_bHsD, k_bKtD, v_bKtP = map(aligned, (q_bHsD, k_bKtD, v_bKtP))
+        # They want values as wide as keys, and are worth the zeros.
+        D, P = k_bKtD.shape[-1], v_bKtP.shape[-1]
         return F.scaled_dot_product_attention(
             q_bHsD,
             k_bKtD,
-            v_bKtP,
+            F.pad(v_bKtP, (0, D - P)) if P < D else v_bKtP,
             attn_mask=visible_st,
             dropout_p=pattern.dropout,
             scale=pattern.scale,
             enable_gqa=q_bHsD.shape[1] != k_bKtD.shape[1],
-        )
+        )[..., :P]
     return _written_out(q_bHsD, k_bKtD, v_bKtP, visible_st, pattern, sinks_H11)
 
 

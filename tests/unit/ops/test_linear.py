@@ -38,6 +38,8 @@ def test_a_row_has_the_same_bits_among_any_number(dtype, has_onednn, monkeypatch
                 rows = slice(start, start + number)
                 for own in (weight, other):
                     assert torch.equal(ops.linear(x[rows], own, bias), expected[rows])
+        one = ops.linear(x, weight[:1], bias[:1])  # an output has them, too
+        assert dtype == torch.float64 or not has_onednn or torch.equal(one, expected[:, :1])
         assert torch.equal(ops.linear(x.view(8, 10, -1), weight, bias).flatten(0, 1), expected)
 
 
