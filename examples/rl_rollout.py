@@ -164,7 +164,9 @@ def answer_log_probs(model: mh.HybridModel, turns: list[Turn]) -> torch.Tensor:
     device = next(model.parameters()).device
     # Each rank has the logits of a part of the vocabulary, and gathers those of the others.
     logits = model(tokens.to(device), runtime_gather_output=True).cpu()
-    log_probs = (logits[row, at - 1] / TEMPERATURE).log_softmax(dim=-1)
+    scores = logits[row, at - 1]
+    scores = (scores - scores.amax(-1, keepdim=True)) / TEMPERATURE  # in this order, as the engine
+    log_probs = scores.log_softmax(dim=-1)
     return log_probs.gather(2, tokens[row, at][..., None])[..., 0]
 
 

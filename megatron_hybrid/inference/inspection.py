@@ -67,7 +67,7 @@ class Inspection:
     @exclusive
     def promises(self) -> dict[str, list[str]]:
         model, config = self._parts.model, self._parts.config
-        mixers = [each for each in model.modules() if isinstance(each, Mixer)]
+        mixers = [each for each in model.decoder.modules() if isinstance(each, Mixer)]
         serving = [reason for mixer in mixers for reason in mixer.cut_reasons()]
         training = [reason for mixer in mixers for reason in mixer.training_reasons()]
         device = self._parts.runner.memory.device

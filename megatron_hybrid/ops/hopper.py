@@ -32,8 +32,8 @@ left_out: dict[Autotuner, list[triton.Config]] = {}
 
 @functools.cache
 def is_hopper() -> bool:
-    """Return whether the current device is of compute capability 9."""
-    return torch.cuda.get_device_capability()[0] == 9
+    """Return whether the current device is of compute capability 9; False where there is none."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 def compiles_wrongly() -> bool:

@@ -37,7 +37,7 @@ class KindFootprint:
     kept: float
     """Bytes by the recipe; of layers that are recomputed together, without the input of all."""
     backends: tuple[str, ...]
-    """What serves its ops with gradients, other than plain torch."""
+    """What serves its ops with gradients."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Footprint:
         kinds = []
         for each in self.kinds:
             sizes = size(round(each.saved)), size(round(each.kept))
-            by = ", ".join(each.backends) or "plain torch"
+            by = ", ".join(each.backends)
             kinds.append((each.kind, str(each.layers), *sizes, by))
         heads = ("layers", "number", "a token keeps", "with recomputation", "by")
         return "\n".join([*table(("", "bytes", ""), rows), "", *table(heads, kinds)])
@@ -154,7 +154,10 @@ def _of_stage(
     if compares and recipe.lora is None:
         weights *= 2
     weights += 0 if recipe.grpo is None else recipe.grpo.cache_bytes
-    by = [tuple(sorted({name for _, name in own} - {REFERENCE})) for own in kept.served]
+    names = [
+        {"plain torch" if name == REFERENCE else name for _, name in own} for own in kept.served
+    ]
+    by = [tuple(sorted(own)) for own in names]
     layers = zip(model.decoder.layer_type_list, saved.layers, kept.layers, by)
     per_token, per_pair = training_flops(model)
     return Footprint(
