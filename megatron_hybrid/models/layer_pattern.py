@@ -26,6 +26,7 @@ from megatron_hybrid.models.config.position import PositionFields
 from megatron_hybrid.models.config.recurrent import (
     DeltaRuleFields,
     GatedDeltaNetFields,
+    GatedMemoryFields,
     KimiDeltaAttentionFields,
     LightningAttentionFields,
     Mamba1Fields,
@@ -69,6 +70,11 @@ _AS_MLP = "pre_mlp_layernorm", "mlp"
 _OWN = {
     "M": LayerKind("Mamba-2", _MIXERS + "mamba2:Mamba2Mixer", (Mamba2Fields,)),
     "S": LayerKind("Mamba-1", _MIXERS + "mamba1:Mamba1Mixer", (Mamba1Fields,)),
+    "J": LayerKind(
+        "gated memory unit",
+        _MIXERS + "gated_memory:GatedMemoryMixer",
+        (Mamba1Fields, GatedMemoryFields),
+    ),
     "C": LayerKind(
         "gated short convolution",
         _MIXERS + "gated_short_conv:GatedShortConvMixer",
@@ -218,6 +224,12 @@ class LayerPattern:
         """The layers of the whole model, without stage boundaries."""
         return "".join(self.marked_stages)
 
+    @property
+    def memory_sources(self) -> dict[int, int]:
+        """Number (from 1) of each layer J -> that of the last layer S before it; 0: none is."""
+        found = [number for number, symbol in enumerate(self.symbols, 1) if symbol == "J"]
+        return {number: self.symbols.rfind("S", 0, number) + 1 for number in found}
+
     def stages(self, num_stages: int) -> tuple[str, ...]:
         """The layers of each pipeline stage.
 
@@ -259,12 +271,12 @@ def _parse(text: str) -> LayerPattern:
         if symbol not in _BOUNDARIES and symbol not in LAYER_KINDS:
             raise ValueError(_unknown_symbol(text, place))
     if predictions:
-        part, allowed = predictions[0], set(LAYER_KINDS) - set("ZP")
+        part, allowed = predictions[0], set(LAYER_KINDS) - set("JZP")
         if not part or set(predictions) != {part} or set(part) - allowed:
             raise ValueError(
                 f"layer_pattern {text!r} has the parts {predictions} after "
                 f"'{PREDICTION_BOUNDARY}', for multi-token prediction. They must all be the same "
-                f"one layer or more, without '{STAGE_BOUNDARY}', 'Z' and 'P'."
+                f"one layer or more, without '{STAGE_BOUNDARY}', 'J', 'Z' and 'P'."
             )
     stages = main.split(STAGE_BOUNDARY)
     if not all(stages):

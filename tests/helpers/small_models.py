@@ -4,8 +4,11 @@ import torch
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
+from megatron_hybrid.models.layer_pattern import LAYER_KINDS
 
 ALL_MIXERS = "MG*-W-"
+ONE_OF_EACH = ["SJ" if symbol == "J" else symbol for symbol in LAYER_KINDS]
+"""The shortest pattern with each layer kind: a J needs an S to read."""
 
 
 def small_config(pattern: str = ALL_MIXERS, **fields) -> HybridConfig:

@@ -17,6 +17,7 @@ from megatron_hybrid.models.mixers.base import (
     MixerPlace,
     rank_generator,
 )
+from megatron_hybrid.models.mixers.differential_maps import DifferentialMaps
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import (
     ReplicatedLinear,
@@ -59,7 +60,7 @@ class AttentionMixer(Mixer):
         self.head_dim = config.kv_channels
         self.value_dim = config.value_channels or self.head_dim
         self.pattern = AttentionPattern(
-            config.softmax_scale or self.head_dim**-0.5,
+            config.softmax_scale or (self.head_dim // config.softmaxes_per_head) ** -0.5,
             window=config.sliding_window if locality == "window" else None,
             chunk=config.attention_chunk_size if locality == "chunk" else None,
             softcap=config.attention_logit_softcap,
@@ -126,6 +127,11 @@ class AttentionMixer(Mixer):
             if self.kv_layer == place.layer_number
             else None
         )
+        self.differential = (
+            None
+            if config.differential_lambda is None
+            else DifferentialMaps(config, self.value_dim, self.tp_group)
+        )
         if config.softmax_type == "learnable":
             self.core_attention = nn.Module()  # where megatron-core keeps the parameter
             heads = config.num_attention_heads
@@ -181,10 +187,13 @@ class AttentionMixer(Mixer):
             q, k = (None if x is None else self._l2_norm(x) for x in (q, k))
         if self.config.attention_temperature_scale is not None:
             q = q * self._temperature(context.token_positions()).to(q.dtype)
+        if self.differential is not None:
+            q = self.differential.split(q)
         pattern = self.training_pattern if self.training else self.pattern
         args = kv_layer, q, k, v, pattern, self._sinks()
         with rank_generator(pattern.dropout > 0):
-            o = recompute_if(self.recomputes_attention, self, context.attend, *args).flatten(1)
+            o = recompute_if(self.recomputes_attention, self, context.attend, *args)
+        o = (o if self.differential is None else self.differential.subtract(o)).flatten(1)
         if gate is not None:
             if self.config.attention_head_gate:
                 gate = gate.repeat_interleave(self.value_dim, -1)

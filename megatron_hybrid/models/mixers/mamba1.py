@@ -7,7 +7,7 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.mixers.base import MixerPlace, StateTensor
+from megatron_hybrid.models.mixers.base import MixerPlace, StackInputs, StateTensor
 from megatron_hybrid.models.mixers.gated_norm import gated
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import (
@@ -31,6 +31,8 @@ class Mamba1Mixer(RecurrentMixer):
 
     recompute_name = "mamba"
 
+    takes_stack_inputs = True
+
     def __init__(self, config: HybridConfig, place: MixerPlace):
         inner, rank = config.mamba1_inner_size, config.mamba1_dt_rank
         super().__init__(
@@ -42,6 +44,7 @@ class Mamba1Mixer(RecurrentMixer):
             bias=config.mamba1_proj_bias,
             conv_bias=config.mamba1_conv_bias,
         )
+        self.is_source = place.layer_number in config.pattern.memory_sources.values()
         tp_size, tp_rank = place.pg_collection.tp.size(), place.pg_collection.tp.rank()
         self.state_dim = config.mamba1_state_dim
         self.num_channels, self.num_full_channels = inner // tp_size, inner
@@ -116,14 +119,16 @@ class Mamba1Mixer(RecurrentMixer):
     def _state_names(self) -> list[str]:
         return ["ssm"] if self.num_heads == 1 else [f"ssm{h}" for h in range(self.num_heads)]
 
-    def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """[T, hidden] -> (output [T, hidden], bias or None)."""
         projected, _ = self.in_proj(hidden_Th)
         x_TC, z_TC = projected.chunk(2, -1)
         x_TC = self.conv1d(x_TC, context, self.layer_number)
         A_CN = self._decay_rates()
         layout, heads = context.ragged_layout(), self.num_heads
-        inputs = zip(
+        of_heads = zip(
             x_TC.chunk(heads, -1),
             self._scan_inputs(x_TC),
             A_CN.chunk(heads),
@@ -143,10 +148,12 @@ class Mamba1Mixer(RecurrentMixer):
                     layout,
                     self.config.mamba1_chunk_size,
                 )
-                for x, (dt, bias, B, C), A, D, name in inputs
+                for x, (dt, bias, B, C), A, D, name in of_heads
             ],
             -1,
         )
+        if self.is_source:
+            inputs.memories[self.layer_number] = y_TC
         return self.out_proj(gated(y_TC, z_TC))
 
     def _scan_inputs(self, x_TC: Tensor) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_hybrid.models import recompute
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
-PATTERN = "MGSC*W-EKL+BHZPZ*QRUV"
+PATTERN = "MGSC*W-EKL+BHZPZ*QRUVJ"
 FIELDS = dict(
     mamba_num_heads=6,
     attention_chunk_size=6,
@@ -25,6 +25,7 @@ FIELDS = dict(
     per_layer_input_size=12,
     layer_overrides={
         "E": {"moe_shared_expert_intermediate_size": 24},
+        "6": {"differential_lambda": 0.4, "position_embedding_type": "none"},
         "17": {"kv_source_layer": 5},
     },
 )

@@ -21,7 +21,7 @@ from megatron_hybrid.training.footprint import footprint
 from megatron_hybrid.training.recipe import RECIPES
 from megatron_hybrid.training.trainer import Trainer, training_device
 
-PATTERN = "MGSC*W-EKL+BHZPZ*QRUV"
+PATTERN = "MGSC*W-EKL+BHZPZ*QRUVJ"
 FIELDS = dict(
     mamba_num_heads=6,
     attention_chunk_size=6,
