@@ -11,7 +11,9 @@ from megatron_hybrid.checkpoints.huggingface.layouts import chained, grouped, jo
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 
-def joined_qkv(config: HybridConfig, ours: str, qkv: str, output: str) -> Iterator[TensorMap]:
+def joined_qkv(
+    config: HybridConfig, ours: str, theirs: str, qkv: str = "qkv_proj", output: str = "o_proj"
+) -> Iterator[TensorMap]:
     """Attention whose queries, keys and values are one projection. qkv, output: what they call the
     projections."""
     heads, groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
@@ -19,14 +21,10 @@ def joined_qkv(config: HybridConfig, ours: str, qkv: str, output: str) -> Iterat
     sizes = [size * width for size in (heads // groups, *keys_and_values)]
     layout = chained(joined([size * groups for size in sizes]).inverse, grouped(sizes, groups))
     for kind in tensors.kinds_of_qkv(config):
-        yield same(f"{ours}.linear_qkv.{kind}", f"{qkv}.{kind}", layout)
-    yield same(f"{ours}.linear_proj.weight", f"{output}.weight")
+        yield same(f"{ours}.linear_qkv.{kind}", f"{theirs}.{qkv}.{kind}", layout)
+    yield same(f"{ours}.linear_proj.weight", f"{theirs}.{output}.weight")
     if config.has_attention_output_bias:
-        yield same(f"{ours}.linear_proj.bias", f"{output}.bias")
-
-
-def _attention(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    return joined_qkv(config, ours, f"{theirs}.qkv_proj", f"{theirs}.o_proj")
+        yield same(f"{ours}.linear_proj.bias", f"{theirs}.{output}.bias")
 
 
 joined_mlp = tensors.modules(linear_fc1="gate_up_proj", linear_fc2="down_proj")
@@ -38,7 +36,7 @@ class Phi3(Adapter):
 
     model_types = ("phi3",)
     names = TensorNames(
-        {**dict.fromkeys("*W", ("self_attn", _attention)), "-": ("mlp", joined_mlp)}
+        {**dict.fromkeys("*W", ("self_attn", joined_qkv)), "-": ("mlp", joined_mlp)}
     )
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:

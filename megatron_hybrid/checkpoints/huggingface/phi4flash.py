@@ -15,7 +15,7 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 
 def _attention(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    yield from joined_qkv(config, ours, f"{theirs}.Wqkv", f"{theirs}.out_proj")
+    yield from joined_qkv(config, ours, theirs, "Wqkv", "out_proj")
     for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "subln.weight"):
         yield same(f"{ours}.differential.{name}", f"{theirs}.inner_cross_attn.{name}")
 

@@ -87,7 +87,6 @@ class MixerSubmodules:
     """Column-parallel linear of anything else."""
     row: type
     """Row-parallel linear."""
-    norm: type
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Mamba-1, the selective scan (arXiv 2312.00752), with the parameters of the authors' `Mamba`."""
+"""Mamba-1, the selective scan (arXiv 2312.00752), with the parameters of the authors' `Mamba`; and
+the gated memory unit, which reads its output."""
 
 from __future__ import annotations
 
@@ -63,14 +64,9 @@ class Mamba1Mixer(RecurrentMixer):
 
         # dt, B and C are sums over the channels of all ranks, in all rows.
         config = config.with_all_rows()
+        width, init_method = sum(self.split_sizes), config.init_method
         self.x_proj = build_output_projection(
-            place.submodules.row,
-            config,
-            inner,
-            place.pg_collection,
-            comm_buffer="fc2",
-            output_size=sum(self.split_sizes),
-            init_method=config.init_method,
+            place, config, inner, output_size=width, init_method=init_method
         )
         self.dt_layernorm, self.b_layernorm, self.c_layernorm = (
             self._build_norm(size) for size in self.split_sizes
@@ -80,7 +76,6 @@ class Mamba1Mixer(RecurrentMixer):
             config,
             (inner,),
             place.pg_collection,
-            comm_buffer="fc1",
             bias=True,
             skip_bias_add=True,
             input_size=rank,
@@ -190,3 +185,26 @@ class Mamba1Mixer(RecurrentMixer):
             elementwise_affine=config.mamba1_norm == "weighted",
             dtype=config.params_dtype,
         )
+
+
+class GatedMemoryMixer(RecurrentMixer):
+    """The gated memory unit of SambaY (arXiv 2507.06607): out_proj(memory * SiLU(in_proj(x))).
+
+    The memory is what the last Mamba-1 layer before it gave for the same token in the same forward,
+    before its gate. Nothing is kept between calls.
+    """
+
+    takes_stack_inputs = True
+
+    def __init__(self, config: HybridConfig, place: MixerPlace):
+        inner, bias = config.mamba1_inner_size, config.mamba1_proj_bias
+        super().__init__(config, place, sections={"z": inner}, bias=bias)
+        self.source = config.pattern.memory_sources[place.layer_number]
+        self.out_proj = self._build_output(inner, bias)
+
+    def forward(
+        self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs
+    ) -> tuple[Tensor, Tensor | None]:
+        """[T, hidden] -> (output [T, hidden], bias or None)."""
+        z_TC, _ = self.in_proj(hidden_Th)
+        return self.out_proj(gated(inputs.memories[self.source], z_TC))
