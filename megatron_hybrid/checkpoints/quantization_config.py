@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
+from megatron_hybrid.utils.validation import is_int, shown
 
 QUANT_FILE = "hf_quant_config.json"
 
@@ -128,10 +129,6 @@ def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _is_target(value: Any) -> bool:
     try:
         return isinstance(value, str) and (value[:3] != "re:" or bool(re.compile(value[3:])))
@@ -146,13 +143,13 @@ def _is_list_of(kind: Callable[[Any], bool], value: Any) -> bool:
 _UNUSED = _Rule("all values", lambda value: True)
 """Rules of fields that change no stored weight: nothing here sees their values."""
 _FLAG = _only(False, True)
-_GROUP_SIZE = _Rule("whole numbers from -1 on", lambda value: _is_whole(value) and value >= -1)
+_GROUP_SIZE = _Rule("whole numbers from -1 on", lambda value: is_int(value) and value >= -1)
 _BLOCK = _Rule(
     "two whole numbers from 1 on",
-    lambda value: _is_list_of(_is_whole, value) and len(value) == 2 and min(value) > 0,
+    lambda value: _is_list_of(is_int, value) and len(value) == 2 and min(value) > 0,
 )
 _TARGETS = _Rule("lists of names", lambda value: _is_list_of(_is_target, value))
-_BITS = _Rule("4, and 16 or more", lambda value: _is_whole(value) and (value == 4 or value >= 16))
+_BITS = _Rule("4, and 16 or more", lambda value: is_int(value) and (value == 4 or value >= 16))
 
 
 def _fields(names: str, rule: _Rule = _UNUSED) -> dict[str, _Rule]:
@@ -171,10 +168,10 @@ def _read(config: Mapping[str, Any], rules: _Rules, path: str = "") -> dict[str,
         if isinstance(rule, Mapping) and isinstance(value, Mapping):
             found[name] = _read(value, rule, f"{path}{name}.")
         elif rule is None:
-            raise ValueError(f"{path}{name}={_shown(value)}, a field that is not read")
+            raise ValueError(f"{path}{name}={shown(value)}, a field that is not read")
         elif isinstance(rule, Mapping) or not rule.holds(value):
             wanted = "objects" if isinstance(rule, Mapping) else rule.wanted
-            raise ValueError(f"{path}{name}={_shown(value)}; {wanted} are read")
+            raise ValueError(f"{path}{name}={shown(value)}; {wanted} are read")
         elif rule is not _UNUSED:
             found[name] = value
     return found
@@ -194,11 +191,6 @@ def _is_empty(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(map(_is_empty, value.values()))
     return value is None or value == []
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 _OFF = _only(False)

@@ -113,6 +113,7 @@ def _attention(
     for layer, config in layers:
         if (kv := layer.cache_requirements().kv) is not None:
             heads = config.num_attention_heads // model.pg_collection.tp.size()
+            heads *= config.softmaxes_per_head
             yield kv, heads * (kv.head_dim + (kv.value_dim or kv.head_dim))
 
 

@@ -29,7 +29,7 @@ from megatron_hybrid.models.batch_layout import (
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_stack import HybridStack
 from megatron_hybrid.models.layer_pattern import SHARED_BLOCKS
-from megatron_hybrid.models.layer_specs import get_mixer, get_norm
+from megatron_hybrid.models.layer_specs import get_mixer
 from megatron_hybrid.models.mixers.base import LayerCache, StackInputs
 from megatron_hybrid.models.mixers.mixer_context import MixerContext, UncachedContext
 from megatron_hybrid.models.mixers.projections import LocalColumnLinear
@@ -134,9 +134,7 @@ class HybridModel(_LanguageModule):
             )
             mark_tensor_parallel(self.embedding.word_embeddings.weight, vocabulary_cut)
             self.per_layer_embedding = (
-                PerLayerEmbedding(config, get_norm(config))
-                if "P" in config.pattern.symbols
-                else None
+                PerLayerEmbedding(config) if "P" in config.pattern.symbols else None
             )
         symbols = stages[stage]
         configs = [config.for_layer(self.layer_offset + i) for i in range(1, len(symbols) + 1)]

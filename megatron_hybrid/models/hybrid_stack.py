@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.layer_pattern import LAYER_KINDS
-from megatron_hybrid.models.layer_specs import get_layer_spec, get_norm
+from megatron_hybrid.models.layer_specs import build_norm, get_layer_spec
 from megatron_hybrid.models.mixers.base import LayerCache, MixerPlace, StackInputs, rank_generator
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.norms import is_plain
@@ -194,13 +194,7 @@ class HybridStack(MegatronModule):
         self.streams = ResidualStreams(config, groups) if config.num_residual_streams else None
         self.recomputed_layers = self._recomputed_layers()
         """Numbers of `_steps`, from the first one on, that are recomputed together."""
-        self.final_norm = (
-            get_norm(config)(
-                config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
-            )
-            if post_process
-            else None
-        )
+        self.final_norm = build_norm(config) if post_process else None
 
     def _recomputed_layers(self) -> list[int]:
         config, layers = self.config, len(self._steps())

@@ -7,32 +7,15 @@ The symbols are megatron-core's where it has one. A new layer kind is a mixer an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+from megatron_hybrid.models.config import attention, combined, mlp, moe, recurrent
 from megatron_hybrid.models.config.architecture import PerLayerInputFields
-from megatron_hybrid.models.config.attention import (
-    AttentionFields,
-    ChunkFields,
-    LatentAttentionFields,
-    WindowFields,
-)
-from megatron_hybrid.models.config.combined import ParallelHeadsFields, SharedBlockFields
 from megatron_hybrid.models.config.field_group import FieldGroup
-from megatron_hybrid.models.config.mlp import MLPFields
-from megatron_hybrid.models.config.moe import DenseAndExpertsFields, MoEFields
 from megatron_hybrid.models.config.position import PositionFields
-from megatron_hybrid.models.config.recurrent import (
-    DeltaRuleFields,
-    GatedDeltaNetFields,
-    KimiDeltaAttentionFields,
-    LightningAttentionFields,
-    Mamba1Fields,
-    Mamba2Fields,
-    RGLRUFields,
-    ShortConvFields,
-)
 from megatron_hybrid.utils.registry import Registry
 
 STAGE_BOUNDARY = "|"
@@ -43,6 +26,9 @@ SHARED_BLOCKS = "ZV"
 _BOUNDARIES = STAGE_BOUNDARY, PREDICTION_BOUNDARY
 
 
+_Groups = tuple[type[FieldGroup], ...]
+
+
 @dataclass(frozen=True)
 class LayerKind:
     """The layer kind of a symbol."""
@@ -51,7 +37,7 @@ class LayerKind:
     mixer: str
     """Module and class, "package.module:Class": a `models.mixers.base.Mixer`, imported when a model
     has such a layer."""
-    fields: tuple[type[FieldGroup], ...]
+    fields: _Groups
     """Groups of config fields that the mixer reads, in the order of their checks."""
     norm_name: str = "norm"
     mixer_name: str = "mixer"
@@ -60,109 +46,99 @@ class LayerKind:
     """Further arguments of the mixer."""
 
 
-_MIXERS = "megatron_hybrid.models.mixers."
-_ATTENTION = _MIXERS + "attention:AttentionMixer"
-_ATTENTION_AND_MLP = _MIXERS + "attention_and_mlp:AttentionAndMLPMixer"
-_AS_ATTENTION = "input_layernorm", "self_attention"
-_AS_MLP = "pre_mlp_layernorm", "mlp"
+def _own(
+    meaning: str, mixer: str, fields: _Groups, names: Sequence[str] = (), **params: Any
+) -> LayerKind:
+    """A kind of this package. mixer: file in `models/mixers`, and class; names: see `LayerKind`."""
+    names = names or ("norm", "mixer")
+    return LayerKind(meaning, f"megatron_hybrid.models.mixers.{mixer}", fields, *names, params)
+
+
+_block = partial(_own, names=("input_layernorm", "mixer"))
+_attention = partial(_own, names=("input_layernorm", "self_attention"))
+_mlp = partial(_own, names=("pre_mlp_layernorm", "mlp"))
+_DELTA, _MLP, _MAMBA1 = recurrent.DeltaRuleFields, mlp.MLPFields, recurrent.Mamba1Fields
+_HEADS = PositionFields, attention.AttentionFields
+_SHARED = (*_HEADS, _MLP)
 
 _OWN = {
-    "M": LayerKind("Mamba-2", _MIXERS + "mamba2:Mamba2Mixer", (Mamba2Fields,)),
-    "S": LayerKind("Mamba-1", _MIXERS + "mamba1:Mamba1Mixer", (Mamba1Fields,)),
-    "C": LayerKind(
+    "M": _own("Mamba-2", "mamba2:Mamba2Mixer", (recurrent.Mamba2Fields,)),
+    "S": _own("Mamba-1", "mamba1:Mamba1Mixer", (_MAMBA1,)),
+    "J": _own(
+        "gated memory unit", "mamba1:GatedMemoryMixer", (_MAMBA1, recurrent.GatedMemoryFields)
+    ),
+    "C": _own(
         "gated short convolution",
-        _MIXERS + "gated_short_conv:GatedShortConvMixer",
-        (ShortConvFields,),
+        "gated_short_conv:GatedShortConvMixer",
+        (recurrent.ShortConvFields,),
     ),
-    "G": LayerKind(
+    "G": _attention(
         "Gated DeltaNet",
-        _MIXERS + "gated_delta_net:GatedDeltaNetMixer",
-        (DeltaRuleFields, GatedDeltaNetFields),
-        *_AS_ATTENTION,
+        "gated_delta_net:GatedDeltaNetMixer",
+        (_DELTA, recurrent.GatedDeltaNetFields),
     ),
-    "K": LayerKind(
+    "K": _attention(
         "Kimi Delta Attention",
-        _MIXERS + "kimi_delta_attention:KimiDeltaAttentionMixer",
-        (DeltaRuleFields, KimiDeltaAttentionFields),
-        *_AS_ATTENTION,
+        "kimi_delta_attention:KimiDeltaAttentionMixer",
+        (_DELTA, recurrent.KimiDeltaAttentionFields),
     ),
-    "A": LayerKind(
+    "A": _attention(
         "lightning attention",
-        _MIXERS + "lightning_attention:LightningAttentionMixer",
-        (PositionFields, DeltaRuleFields, LightningAttentionFields),
-        *_AS_ATTENTION,
+        "lightning_attention:LightningAttentionMixer",
+        (PositionFields, _DELTA, recurrent.LightningAttentionFields),
     ),
-    "U": LayerKind(
-        "real-gated linear recurrent unit",
-        _MIXERS + "rg_lru:RGLRUMixer",
-        (RGLRUFields,),
-    ),
-    "*": LayerKind("full attention", _ATTENTION, (PositionFields, AttentionFields), *_AS_ATTENTION),
-    "W": LayerKind(
+    "U": _own("real-gated linear recurrent unit", "rg_lru:RGLRUMixer", (recurrent.RGLRUFields,)),
+    "*": _attention("full attention", "attention:AttentionMixer", _HEADS),
+    "W": _attention(
         "sliding-window attention",
-        _ATTENTION,
-        (PositionFields, AttentionFields, WindowFields),
-        *_AS_ATTENTION,
-        {"locality": "window"},
+        "attention:AttentionMixer",
+        (*_HEADS, attention.WindowFields),
+        locality="window",
     ),
-    "L": LayerKind(
+    "L": _attention(
         "chunked attention",
-        _ATTENTION,
-        (PositionFields, AttentionFields, ChunkFields),
-        *_AS_ATTENTION,
-        {"locality": "chunk"},
+        "attention:AttentionMixer",
+        (*_HEADS, attention.ChunkFields),
+        locality="chunk",
     ),
-    "+": LayerKind(
+    "+": _attention(
         "multi-head latent attention",
-        _MIXERS + "latent_attention:LatentAttentionMixer",
-        (PositionFields, LatentAttentionFields),
-        *_AS_ATTENTION,
+        "latent_attention:LatentAttentionMixer",
+        (PositionFields, attention.LatentAttentionFields),
     ),
-    "B": LayerKind(
+    "B": _mlp(
         "MLP and experts side by side",
-        _MIXERS + "dense_and_experts:DenseAndExpertsMixer",
-        (MLPFields, MoEFields, DenseAndExpertsFields),
-        *_AS_MLP,
+        "dense_and_experts:DenseAndExpertsMixer",
+        (_MLP, moe.MoEFields, moe.DenseAndExpertsFields),
     ),
-    "P": LayerKind(
-        "per-layer input",
-        _MIXERS + "per_layer_input:PerLayerInputMixer",
-        (PerLayerInputFields,),
-    ),
-    "-": LayerKind("MLP", _MIXERS + "mlp:MLPMixer", (MLPFields,), *_AS_MLP),
-    "H": LayerKind(
+    "P": _own("per-layer input", "per_layer_input:PerLayerInputMixer", (PerLayerInputFields,)),
+    "-": _mlp("MLP", "mlp:MLPMixer", (_MLP,)),
+    "H": _block(
         "parallel attention and Mamba-2",
-        _MIXERS + "parallel_heads:ParallelHeadsMixer",
-        (PositionFields, AttentionFields, Mamba2Fields, ParallelHeadsFields),
-        "input_layernorm",
+        "parallel_heads:ParallelHeadsMixer",
+        (*_HEADS, recurrent.Mamba2Fields, combined.ParallelHeadsFields),
     ),
-    "Z": LayerKind(
+    "Z": _block(
         "shared block and Mamba-2",
-        _MIXERS + "shared_block:SharedBlockMixer",
-        (PositionFields, AttentionFields, MLPFields, Mamba2Fields, SharedBlockFields),
-        "input_layernorm",
+        "shared_block:SharedBlockMixer",
+        (*_SHARED, recurrent.Mamba2Fields, combined.SharedBlockFields),
     ),
-    "V": LayerKind(
+    "V": _block(
         "shared block and Mamba-1",
-        _MIXERS + "shared_block:SharedBlockMixer",
-        (PositionFields, AttentionFields, MLPFields, Mamba1Fields, SharedBlockFields),
-        "input_layernorm",
-        params={"is_mamba1": True},
+        "shared_block:SharedBlockMixer",
+        (*_SHARED, _MAMBA1, combined.SharedBlockFields),
+        is_mamba1=True,
     ),
-    "Q": LayerKind(
-        "attention and MLP side by side",
-        _ATTENTION_AND_MLP,
-        (PositionFields, AttentionFields, MLPFields),
-        "input_layernorm",
+    "Q": _block(
+        "attention and MLP side by side", "attention_and_mlp:AttentionAndMLPMixer", (*_HEADS, _MLP)
     ),
-    "R": LayerKind(
+    "R": _block(
         "sliding-window attention and MLP side by side",
-        _ATTENTION_AND_MLP,
-        (PositionFields, AttentionFields, WindowFields, MLPFields),
-        "input_layernorm",
-        params={"locality": "window"},
+        "attention_and_mlp:AttentionAndMLPMixer",
+        (*_HEADS, attention.WindowFields, _MLP),
+        locality="window",
     ),
-    "E": LayerKind("mixture of experts", _MIXERS + "moe:MoEMixer", (MoEFields,), *_AS_MLP),
+    "E": _mlp("mixture of experts", "moe:MoEMixer", (moe.MoEFields,)),
 }
 
 
@@ -218,6 +194,12 @@ class LayerPattern:
         """The layers of the whole model, without stage boundaries."""
         return "".join(self.marked_stages)
 
+    @property
+    def memory_sources(self) -> dict[int, int]:
+        """Number (from 1) of each layer J -> that of the last layer S before it; 0: none is."""
+        found = [number for number, symbol in enumerate(self.symbols, 1) if symbol == "J"]
+        return {number: self.symbols.rfind("S", 0, number) + 1 for number in found}
+
     def stages(self, num_stages: int) -> tuple[str, ...]:
         """The layers of each pipeline stage.
 
@@ -259,12 +241,12 @@ def _parse(text: str) -> LayerPattern:
         if symbol not in _BOUNDARIES and symbol not in LAYER_KINDS:
             raise ValueError(_unknown_symbol(text, place))
     if predictions:
-        part, allowed = predictions[0], set(LAYER_KINDS) - set("ZP")
+        part, allowed = predictions[0], set(LAYER_KINDS) - set("JZP")
         if not part or set(predictions) != {part} or set(part) - allowed:
             raise ValueError(
                 f"layer_pattern {text!r} has the parts {predictions} after "
                 f"'{PREDICTION_BOUNDARY}', for multi-token prediction. They must all be the same "
-                f"one layer or more, without '{STAGE_BOUNDARY}', 'Z' and 'P'."
+                f"one layer or more, without '{STAGE_BOUNDARY}', 'J', 'Z' and 'P'."
             )
     stages = main.split(STAGE_BOUNDARY)
     if not all(stages):

@@ -7,6 +7,7 @@ from pkgutil import resolve_name
 
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
+from torch import nn
 
 from megatron_hybrid import compat
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
@@ -50,6 +51,15 @@ def get_norm(config: HybridConfig) -> type:
     return LocalNorm
 
 
+def build_norm(
+    config: HybridConfig, size: int | None = None, eps: float | None = None
+) -> nn.Module:
+    """A norm of hidden states. size: of the normed dimension, None: hidden_size; eps: None: the
+    config's."""
+    eps = config.layernorm_epsilon if eps is None else eps
+    return get_norm(config)(config=config, hidden_size=size or config.hidden_size, eps=eps)
+
+
 def _lacks_bias(config: HybridConfig) -> bool:
     """Return whether the norms are LayerNorms without a bias, which Transformer Engine has not."""
     return config.normalization == "LayerNorm" and not config.layernorm_bias
@@ -82,27 +92,16 @@ def get_layer_spec(config: HybridConfig, symbol: str) -> LayerSpec:
     """
     mixer, norm = get_mixer(symbol), get_norm(config)
     pre_norm = IdentityOp if config.norm_placement == "post" or mixer.norms_input else norm
+    parts = MixerSubmodules(LocalColumnLinear, LocalColumnLinear, LocalRowLinear)
     if resolve_layer_spec(config) == "transformer_engine":
         te = compat.transformer_engine_modules()
         # A projection of all of the layer's input normalises it itself.
         fused = mixer.input_projection is not None and config.norm_placement in ("pre", "sandwich")
         fused = fused and not _lacks_bias(config)
         fused = fused and config.residual_rank is None and config.query_rank is None
-        modules = MixerSubmodules(
-            input_projection=te.TELayerNormColumnParallelLinear
-            if fused
-            else te.TEColumnParallelLinear,
-            column=te.TEColumnParallelLinear,
-            row=te.TERowParallelLinear,
-            norm=norm,
-        )
+        column, row = te.TEColumnParallelLinear, te.TERowParallelLinear
+        first = te.TELayerNormColumnParallelLinear if fused else column
+        parts = MixerSubmodules(input_projection=first, column=column, row=row)
         pre_norm = IdentityOp if fused else pre_norm
-    else:
-        modules = MixerSubmodules(
-            input_projection=LocalColumnLinear,
-            column=LocalColumnLinear,
-            row=LocalRowLinear,
-            norm=norm,
-        )
     post_norm = norm if config.norm_placement in ("post", "sandwich") else IdentityOp
-    return LayerSpec(pre_norm, mixer, modules, post_norm)
+    return LayerSpec(pre_norm, mixer, parts, post_norm)

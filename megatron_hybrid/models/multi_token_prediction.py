@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_stack import HybridStack
-from megatron_hybrid.models.layer_specs import get_norm
+from megatron_hybrid.models.layer_specs import build_norm
 from megatron_hybrid.models.mixers.base import LayerCache, StackInputs
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import LocalColumnLinear, build_input_projection
@@ -41,17 +41,10 @@ class PredictionLayers(MegatronModule):
     def __init__(self, config: HybridConfig, symbols: str, pg_collection: ProcessGroupCollection):
         super().__init__(config)
         self.tp_group = pg_collection.tp
-        hidden, norm = config.hidden_size, get_norm(config)
-        self.enorm, self.hnorm, self.final_layernorm = (
-            norm(config=config, hidden_size=hidden, eps=config.layernorm_epsilon) for _ in range(3)
-        )
+        hidden = config.hidden_size
+        self.enorm, self.hnorm, self.final_layernorm = (build_norm(config) for _ in range(3))
         self.eh_proj = build_input_projection(
-            LocalColumnLinear,
-            config,
-            (hidden,),
-            pg_collection,
-            comm_buffer="mtp_eh_proj",
-            input_size=2 * hidden,
+            LocalColumnLinear, config, (hidden,), pg_collection, input_size=2 * hidden
         )
         configs = [config.for_prediction(symbol) for symbol in symbols]
         self.mtp_model_layer = HybridStack(

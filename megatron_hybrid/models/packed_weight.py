@@ -246,16 +246,10 @@ def _rows_apart(cut: Cut, num_rest: int) -> tuple[Cut, Cut]:
             f"its last {num_rest} rows are not packed, which is no whole number of its blocks of "
             f"{list(cut.sections)} rows"
         )
-    at = len(sections)
-    names, copies = cut.names, cut.copies
-    return (
-        replace(
-            cut,
-            sections=tuple(sections),
-            names=names and names[:at],
-            copies=copies and copies[:at],
-        ),
-        replace(
-            cut, sections=tuple(rest), names=names and names[at:], copies=copies and copies[at:]
-        ),
-    )
+
+    def of(blocks: slice) -> Cut:
+        parts = (cut.sections, cut.names, cut.copies)
+        sections, names, copies = (each and each[blocks] for each in parts)
+        return replace(cut, sections=sections, names=names, copies=copies)
+
+    return of(slice(len(sections))), of(slice(len(sections), None))

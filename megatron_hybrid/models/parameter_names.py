@@ -6,7 +6,7 @@ The canonical spelling is that of the local spec in 0.16: norms apart from proje
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -64,11 +64,6 @@ def is_of_prediction(name: str) -> bool:
     return name.startswith("mtp.")
 
 
-def own_spelling(names: Iterable[str], layer_offset: int = 0) -> dict[str, str]:
-    """Canonical spelling -> the spelling among `names`."""
-    return {canonical_name(name, layer_offset): name for name in names if is_parameter(name)}
-
-
 def separate_expert(name: str) -> tuple[str, int] | None:
     """The name of the stacked tensor and the expert's number, of a tensor of a single expert; None
     for other names."""
@@ -101,7 +96,7 @@ def stack_experts(state: Mapping[str, Any]) -> dict[str, Any]:
 def respell(model: nn.Module, state_dict: dict[str, Any], *_: Any) -> None:
     """A hook that lets `load_state_dict` accept the names of both layer specs and any megatron-core
     release."""
-    own = own_spelling(model.state_dict().keys())
+    own = {canonical_name(name): name for name in model.state_dict() if is_parameter(name)}
     stacked = stack_experts(state_dict)
     state_dict.clear()
     state_dict.update(stacked)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.layer_specs import build_norm
 from megatron_hybrid.models.mixers.projections import ReplicatedLinear, replicated_weight
 
 
@@ -20,17 +21,16 @@ class PerLayerEmbedding(nn.Module):
 
     Args:
         config: `vocab_size`, `hidden_size` and `per_layer_input_size` are used.
-        norm: class of the norm.
     """
 
-    def __init__(self, config: HybridConfig, norm: type):
+    def __init__(self, config: HybridConfig):
         super().__init__()
         self.size = config.per_layer_input_size
         width = config.pattern.symbols.count("P") * self.size
         self.vocab_size = config.per_layer_vocab_size or config.vocab_size
         self.weight = replicated_weight(config, self.vocab_size, width)
         self.projection = ReplicatedLinear(config, config.hidden_size, width)
-        self.norm = norm(config=config, hidden_size=self.size, eps=config.layernorm_epsilon)
+        self.norm = build_norm(config, self.size)
 
     def forward(self, input_ids_T: Tensor, embedding_Th: Tensor) -> Tensor:
         """Tokens, int64 [T], and their word embedding [T, hidden] -> [T, J, p]."""

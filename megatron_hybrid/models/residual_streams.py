@@ -9,16 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_specs import get_norm
+from megatron_hybrid.models.layer_specs import build_norm
 from megatron_hybrid.models.mixers.base import StackInputs
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import ReplicatedLinear, replicated_weight
 from megatron_hybrid.ops.checks import compute_dtype
-
-
-def _norm(config: HybridConfig) -> nn.Module:
-    eps = config.layernorm_epsilon
-    return get_norm(config)(config=config, hidden_size=config.hidden_size, eps=eps)
 
 
 class Laurel(nn.Module):
@@ -29,7 +24,7 @@ class Laurel(nn.Module):
         hidden, rank = config.hidden_size, config.residual_rank
         self.linear_left = ReplicatedLinear(config, hidden, rank)
         self.linear_right = ReplicatedLinear(config, rank, hidden)
-        self.post_laurel_norm = _norm(config)
+        self.post_laurel_norm = build_norm(config)
 
     def forward(self, x_Th: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
@@ -45,7 +40,7 @@ class StreamUpdate(nn.Module):
     def __init__(self, config: HybridConfig):
         super().__init__()
         hidden, streams = config.hidden_size, config.num_residual_streams
-        self.router_norm = _norm(config)
+        self.router_norm = build_norm(config)
         self.modality_router = ReplicatedLinear(config, hidden, streams)
         self.prediction_coefs = ReplicatedLinear(config, streams, streams**2)
         self.correction_coefs = ReplicatedLinear(config, streams, streams)

@@ -8,7 +8,6 @@ from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
 
-import jinja2
 from jinja2 import nodes
 
 from megatron_hybrid.text.chat_messages import Message
@@ -18,7 +17,6 @@ from megatron_hybrid.text.chat_template import (
     Conversation,
     Generation,
     common_length,
-    template_environment,
     with_other_content,
 )
 
@@ -150,17 +148,13 @@ class _MarkedGeneration(Generation):
         return [before, *body, after]
 
 
-@lru_cache(maxsize=8)
-def _with_marks(source: str, origin: str) -> jinja2.Template:
-    try:
-        return template_environment(_MarkedGeneration).from_string(source)
-    except jinja2.TemplateError as error:
-        raise ValueError(f"{origin} is no Jinja template: {error}") from error
+_with_marks = lru_cache(maxsize=8)(partial(ChatTemplate, generation=_MarkedGeneration))
+"""(source, origin) -> the template that renders marks; a compiled one is kept."""
 
 
 def _marked_spans(template: ChatTemplate, answers: _Answers) -> list[tuple[int, int]]:
-    compiled = _with_marks(template.source, template.origin)
-    text = template.run(answers.conversation, answers.messages, False, compiled)
+    marking = _with_marks(template.source, template.origin)
+    text = marking.run(answers.conversation, answers.messages, False)
     parts = re.split(f"[{_OPEN}{_CLOSE}]", text)
     if (plain := "".join(parts)) != answers.text and template is not answers.template:
         place = common_length(plain, answers.text)

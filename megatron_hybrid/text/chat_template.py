@@ -62,11 +62,16 @@ class ChatTemplate:
     Args:
         source: the Jinja text.
         origin: its file or field, for errors.
+        generation: renders `{% generation %}` blocks; None: `Generation`.
     """
 
-    def __init__(self, source: str, origin: str = "the chat template"):
-        self.source = source
-        self.origin = origin
+    def __init__(
+        self,
+        source: str,
+        origin: str = "the chat template",
+        generation: type[Extension] | None = None,
+    ):
+        self.source, self.origin, self._generation = source, origin, generation
         self._forms: dict[str, tuple[bool, bool]] = {}  # by role
 
     def render(
@@ -201,20 +206,14 @@ class ChatTemplate:
     @cached_property
     def _compiled(self) -> jinja2.Template:
         try:
-            return template_environment().from_string(self.source)
+            return _environment(self._generation or Generation).from_string(self.source)
         except jinja2.TemplateError as error:
             raise ValueError(f"{self.origin} is no Jinja template: {error}") from error
 
-    def run(
-        self,
-        conversation: Conversation,
-        messages,
-        add_generation_prompt: bool,
-        compiled: jinja2.Template | None = None,
-    ) -> str:
-        """Return what the template writes. compiled: what to run in place of the source."""
+    def run(self, conversation: Conversation, messages, add_generation_prompt: bool) -> str:
+        """Return what the template writes."""
         given = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        compiled = compiled or self._compiled
+        compiled = self._compiled
         try:
             return compiled.render({**conversation.variables, **given})
         except Exception as error:  # a template can raise anything
@@ -269,7 +268,7 @@ class Generation(Extension):
         return body
 
 
-def template_environment(generation: type[Extension] = Generation) -> ImmutableSandboxedEnvironment:
+def _environment(generation: type[Extension]) -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,

@@ -16,7 +16,8 @@ import tokenizers
 from tokenizers import decoders, pre_tokenizers
 
 from megatron_hybrid.text.chat_template import ChatTemplate
-from megatron_hybrid.utils.files import read_failure, read_json, replace_file
+from megatron_hybrid.utils.files import read_failure, read_json, replace_file, write_json
+from megatron_hybrid.utils.validation import is_int
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -102,7 +103,7 @@ def write_tokenizer_files(folder: Path, files: TokenizerFiles) -> None:
     replace_file(folder / TOKENIZER_FILE, lambda path: files.tokenizer.save(str(path)))
     # `transformers` takes tokenizer.json as it is for this class.
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": None}
-    _write_json(folder / TOKENIZER_CONFIG_FILE, {**settings, **files.settings})
+    write_json(folder / TOKENIZER_CONFIG_FILE, {**settings, **files.settings})
     for path in (folder / SPECIAL_TOKENS_FILE, *_template_files(folder).values()):
         path.unlink(missing_ok=True)  # of an earlier tokenizer
     for name, template in files.chat_templates.items():
@@ -112,21 +113,16 @@ def write_tokenizer_files(folder: Path, files: TokenizerFiles) -> None:
         path.write_text(template.source, encoding="utf-8")
     path = folder / GENERATION_CONFIG_FILE
     if files.generation_config:
-        _write_json(path, files.generation_config)
+        write_json(path, files.generation_config)
     name = named_tokens(files.settings).get("eos_token")
     stated = [] if name is None else [files.tokenizer.token_to_id(name)]
     stated += _read_end_tokens(folder, _read_if_there(folder / "config.json"))
     if tuple(dict.fromkeys(stated)) != files.end_tokens:
-        _write_json(path, {**_read_if_there(path), "eos_token_id": list(files.end_tokens)})
+        write_json(path, {**_read_if_there(path), "eos_token_id": list(files.end_tokens)})
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:
     return read_json(path) if os.path.lexists(path) else {}
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
-    replace_file(path, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
@@ -242,7 +238,7 @@ def _read_end_tokens(folder: Path, config: Mapping[str, Any]) -> list[int]:
         if ids is None:
             continue
         ids = ids if isinstance(ids, list) else [ids]
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        if not all(is_int(i) for i in ids):
             path = folder / name
             raise ValueError(f"eos_token_id in {path} must be an int or a list of them, got {ids}")
         return [i for i in ids if i >= 0]  # -1 stands for none

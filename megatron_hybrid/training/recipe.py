@@ -13,6 +13,7 @@ import yaml
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig, decode_fields
 from megatron_hybrid.models.layer_pattern import split_predictions
+from megatron_hybrid.models.sharding.parallel_setup import PARALLEL_SIZES
 from megatron_hybrid.training.checkpoints import CheckpointFields
 from megatron_hybrid.training.data.config import DataFields
 from megatron_hybrid.training.dpo import DpoFields
@@ -216,13 +217,7 @@ class Recipe:
         return dataclasses.asdict(self)
 
 
-_LAYOUT_FIELDS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "sequence_parallel",
-)
+_LAYOUT_FIELDS = (*PARALLEL_SIZES, "sequence_parallel")
 _MODEL_FIELDS = get_type_hints(HybridConfig)
 
 

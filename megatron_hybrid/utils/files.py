@@ -65,7 +65,7 @@ def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Replace a file by one that holds a JSON object."""
-    text = json.dumps(values, indent=2) + "\n"
+    text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
     replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 

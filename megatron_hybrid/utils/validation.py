@@ -122,7 +122,7 @@ def check_field(name: str, value: Any, hint: Any) -> None:
     if choices and set(kinds) <= {Literal[tuple(choices)], type(None)}:
         *others, last = map(repr, choices)
         listed = f"{', '.join(others)} or {last}" if others else last
-        raise ValueError(f"{name} is {_shown(value)}; use {listed}.")
+        raise ValueError(f"{name} is {shown(value)}; use {listed}.")
     if is_int(value) and int in kinds:
         wanted = f"a whole number {WHOLE}"
     elif is_number(value) and not _is_finite(value) and any(map(_is_open_float, kinds)):
@@ -131,11 +131,12 @@ def check_field(name: str, value: Any, hint: Any) -> None:
         named = dict.fromkeys(_describe(kind) for kind in kinds if kind is not type(None))
         wanted = " or ".join(named) or "left out"
     if _taker(hint)([value]):
-        wanted += f", such as {_shown([value])}"
-    raise ValueError(f"{name} is {_shown(value)}; it must be {wanted}.")
+        wanted += f", such as {shown([value])}"
+    raise ValueError(f"{name} is {shown(value)}; it must be {wanted}.")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value as an error shows it: its beginning, where it is long."""
     text = repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 

@@ -20,7 +20,7 @@ from megatron_hybrid.inference.scheduling.step_plan import StepPlan
 from megatron_hybrid.offload.tier import least_capacity_bytes
 
 TOLERANCE = 1e-5
-SYMBOLS = "MG*W-ESCH+KAZLPBQRUV"
+SYMBOLS = "MG*W-ESCH+KAZLPBQRUVJ"
 PATTERNS = (
     "*-*-",
     "MG",
@@ -42,6 +42,7 @@ PATTERNS = (
     "LWP*BP",
     "RQM",
     "UUW",
+    "SWS-*J*J",
 )
 
 
@@ -236,7 +237,8 @@ class RandomRun(RandomDraws):
     def _draw_pattern(self) -> str:
         if self._chance(0.5):
             return self._choose(self.patterns)
-        return "".join(self._choose(SYMBOLS) for _ in range(self.random.integers(1, 7)))
+        drawn = "".join(self._choose(SYMBOLS) for _ in range(self.random.integers(1, 7)))
+        return "S" * ("J" in drawn) + drawn  # which J reads
 
     def _draw_sizes(self) -> dict:
         block = 16 if self.crowded else int(self._choose([16, 16, 16, 32, 64, 128, 256]))

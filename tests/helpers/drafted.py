@@ -137,6 +137,7 @@ class DraftedRun(RandomDraws):
     def __post_init__(self):
         self.random = np.random.default_rng(self.seed)
         pattern = "".join(self._choose(SYMBOLS) for _ in range(self.random.integers(1, 4)))
+        pattern = "S" * ("J" in pattern) + pattern  # which J reads
         if self.scale > 1:
             pattern = self._choose(PATTERNS)
         self.drafter = list(DRAFTERS)[(self.seed + self.seed // 12) % len(DRAFTERS)]

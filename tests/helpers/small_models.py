@@ -4,8 +4,22 @@ import torch
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
+from megatron_hybrid.models.layer_pattern import LAYER_KINDS
 
 ALL_MIXERS = "MG*-W-"
+ONE_OF_EACH = ["SJ" if symbol == "J" else symbol for symbol in LAYER_KINDS]
+"""The shortest pattern with each layer kind: a J needs an S to read."""
+EVERY_KIND = "MGSC*W-EKL+BHZPZ*QRUVJ"
+FIELDS_OF_EVERY_KIND = dict(
+    mamba_num_heads=6,
+    attention_chunk_size=6,
+    num_moe_experts=4,
+    moe_ffn_hidden_size=20,
+    num_shared_blocks=1,
+    shared_block_adapter_rank=6,
+    per_layer_input_size=12,
+    layer_overrides={"E": {"moe_shared_expert_intermediate_size": 24}},
+)
 
 
 def small_config(pattern: str = ALL_MIXERS, **fields) -> HybridConfig:

@@ -51,6 +51,7 @@ _OWN = {
     "olmo:Olmo3": "olmo3",
     "olmo:OlmoHybrid": "olmo_hybrid",
     "phi3:Phi3": "phi3",
+    "phi4flash:Phi4Flash": "phi4flash",
     "qwen:Qwen2": "mimo qwen2 qwen2_5_vl qwen2_5_vl_text",
     "qwen:Qwen2Moe": "qwen2_moe",
     "qwen:Qwen3": "qwen3 qwen3_vl qwen3_vl_text",

@@ -26,7 +26,7 @@ def _lightning(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorM
 
 
 def _attention(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    yield from joined_qkv(config, ours, f"{theirs}.query_key_value", f"{theirs}.dense")
+    yield from joined_qkv(config, ours, theirs, "query_key_value", "dense")
     norms = {f"{own}_layernorm": name for own, name in _HEAD_NORMS.items()}
     yield from tensors.weights(ours, theirs, norms)
 
@@ -115,9 +115,6 @@ class BailingHybrid(deepseek_v3.DeepseekV3):
             types[number // period * period :] = ["full_attention"] * (number % period)
         return fields.symbols_of(types, self._symbols(hf), number)
 
-    def _mlps(self, hf: Mapping[str, Any]) -> str:
-        return fields.dense_mlps_first(hf, 2)
-
 
 class BailingLinear(BailingHybrid):
     """`BailingMoeLinearV2ForCausalLM`. Its MTP head is not read."""
@@ -128,7 +125,7 @@ class BailingLinear(BailingHybrid):
         fields.only(hf, norm_topk_prob=True, score_function="sigmoid", norm_head=False)
         fields.only(hf, rope_traditional=False, moe_router_enable_expert_bias=True)
         hf = self._as_deepseek(hf)
-        mixers, mlps = self._mixers(hf), self._mlps(hf)
+        mixers, mlps = self._mixers(hf), fields.dense_mlps_first(hf, 2)
         return {
             **fields.transformer(hf, mixers, mlps, base=600_000.0, partial=True),
             **self._experts(hf, mlps),

@@ -8,7 +8,11 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface.layouts import TensorMap
-from megatron_hybrid.checkpoints.huggingface.tensors import TensorNames, experts_one_by_one
+from megatron_hybrid.checkpoints.huggingface.tensors import (
+    TRANSFORMER,
+    TensorNames,
+    experts_one_by_one,
+)
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -65,8 +69,8 @@ class Adapter(ABC):
     prediction_names: tuple[str, ...] = ()
     """Regular expressions of the tensor names of MTP heads."""
 
-    names: TensorNames
-    """What they call the tensors; an adapter whose `tensors` goes another way has none."""
+    names: TensorNames = TensorNames(TRANSFORMER)
+    """What they call the tensors; an adapter whose `tensors` goes another way does without."""
 
     module_names: tuple[tuple[str, str], ...] = ()
     """Regular expressions of parts of tensor names -> what transformers calls these modules, where

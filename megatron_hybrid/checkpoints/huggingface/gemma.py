@@ -95,15 +95,10 @@ def _experts_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[T
     yield from tensors.mlp(config, f"{ours}.dense", f"{theirs}.mlp")
 
 
-def _per_layer_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    names = {"gate": "per_layer_input_gate", "projection": "per_layer_projection"}
-    return tensors.weights(ours, theirs, names)
-
-
 _PARTS = {
     **tensors.TRANSFORMER,
     "B": ("", _experts_tensors),
-    "P": ("", _per_layer_tensors),
+    "P": ("", tensors.modules(gate="per_layer_input_gate", projection="per_layer_projection")),
 }
 _NORMS = ("input_layernorm", "pre_feedforward_layernorm")
 _POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")

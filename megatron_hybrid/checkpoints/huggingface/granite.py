@@ -22,16 +22,11 @@ def _multipliers(hf: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_EXPERTS = {
-    "router": "router.layer",
-    "experts.linear_fc1": "input_linear",
-    "experts.linear_fc2": "output_linear",
-}
+_MLP = {"linear_fc1": "input_linear", "linear_fc2": "output_linear"}
+_experts = tensors.modules(
+    router="router.layer", **{f"experts.{own}": name for own, name in _MLP.items()}
+)
 """Gate and value lie in one tensor, and experts in one, on both sides; so in the shared MLP."""
-
-
-def _experts(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    return tensors.weights(ours, theirs, _EXPERTS)
 
 
 def _mlp_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
@@ -39,15 +34,13 @@ def _mlp_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[Tenso
     if config.num_moe_experts is not None:
         shared = f"{ours}.shared_experts"
         yield from _experts(config, ours, f"{theirs}.block_sparse_moe")
-    names = {"linear_fc1": "input_linear", "linear_fc2": "output_linear"}
-    yield from tensors.weights(shared, f"{theirs}.shared_mlp", names)
+    yield from tensors.weights(shared, f"{theirs}.shared_mlp", _MLP)
 
 
 class Granite(Adapter):
     """`GraniteForCausalLM`."""
 
     model_types = ("granite",)
-    names = TensorNames(tensors.TRANSFORMER)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         return {**fields.transformer(hf, **fields.biases(hf)), **_multipliers(hf)}

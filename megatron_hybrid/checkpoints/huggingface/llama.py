@@ -16,7 +16,6 @@ class Llama(Adapter):
     """`LlamaForCausalLM`."""
 
     model_types = ("llama",)
-    names = TensorNames(tensors.TRANSFORMER)
     ignored = (r".*\.rotary_emb\.inv_freq",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,7 +26,6 @@ class SeedOss(Adapter):
     """`SeedOssForCausalLM`."""
 
     model_types = ("seed_oss",)
-    names = TensorNames(tensors.TRANSFORMER)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         hf = {"head_dim": 128, "num_key_value_heads": 8, "attention_bias": True, **hf}
@@ -40,7 +38,6 @@ class Ernie(Adapter):
     """`Ernie4_5ForCausalLM`."""
 
     model_types = ("ernie4_5",)
-    names = TensorNames(tensors.TRANSFORMER)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         left_out = {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
@@ -91,7 +88,6 @@ class SmolLM3(Adapter):
     """`SmolLM3ForCausalLM`: every fourth layer has no RoPE."""
 
     model_types = ("smollm3",)
-    names = TensorNames(tensors.TRANSFORMER)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         hf = {"num_key_value_heads": 4, "tie_word_embeddings": True, **hf}

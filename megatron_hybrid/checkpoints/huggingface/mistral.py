@@ -20,7 +20,6 @@ class Mistral(Adapter):
     """`MistralForCausalLM`."""
 
     model_types = ("mistral",)
-    names = TensorNames(tensors.TRANSFORMER)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         hf = {"num_key_value_heads": 8, "sliding_window": 4096, **hf}
@@ -45,7 +44,6 @@ class Ministral3(Adapter):
     """`Ministral3ForCausalLM`: queries grow with the logarithm of their position."""
 
     model_types = ("ministral3",)
-    names = TensorNames(tensors.TRANSFORMER)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         hf = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, **hf}

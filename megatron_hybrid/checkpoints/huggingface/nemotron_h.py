@@ -42,7 +42,9 @@ class NemotronH(Adapter):
         keys = {"mamba_dt_limit": "time_step_limit", **fields.OF_MAMBA}
         hf = fields.renamed({"layer_norm_epsilon": 1e-5, **sizes, **hf}, keys)
         hf["mamba_d_ssm"] = hf["mamba_n_heads"] * hf["mamba_d_head"]
-        pattern = _pattern(hf)
+        if (pattern := hf.get("hybrid_override_pattern")) is None:
+            types = fields.required(hf, "layers_block_type")  # num_hidden_layers may be stale
+            pattern = fields.symbols_of(types, fields.MAMBA2_SYMBOLS, len(types))
         found = {
             **fields.model(hf, "layer_norm_epsilon"),
             **fields.attention({"num_key_value_heads": 8, **hf}),
@@ -151,14 +153,6 @@ def _blocks(hf: Mapping[str, Any], key: str) -> _Blocks:
 
 def _symbols(blocks: _Blocks) -> str:
     types = [block["block_type"] for block in blocks]
-    return fields.symbols_of(types, fields.MAMBA2_SYMBOLS, len(types))
-
-
-def _pattern(hf: Mapping[str, Any]) -> str:
-    if (pattern := hf.get("hybrid_override_pattern")) is not None:
-        return pattern
-    types = fields.required(hf, "layers_block_type")
-    # num_hidden_layers may be stale.
     return fields.symbols_of(types, fields.MAMBA2_SYMBOLS, len(types))
 
 

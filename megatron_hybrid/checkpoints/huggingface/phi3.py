@@ -5,31 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_hybrid.checkpoints.huggingface import fields
+from megatron_hybrid.checkpoints.huggingface import fields, tensors
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap, TensorNames
 from megatron_hybrid.checkpoints.huggingface.layouts import chained, grouped, joined, same
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 
-def joined_qkv(config: HybridConfig, ours: str, qkv: str, output: str) -> Iterator[TensorMap]:
+def joined_qkv(
+    config: HybridConfig, ours: str, theirs: str, qkv: str = "qkv_proj", output: str = "o_proj"
+) -> Iterator[TensorMap]:
     """Attention whose queries, keys and values are one projection. qkv, output: what they call the
     projections."""
     heads, groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
-    parts = joined((heads * width, groups * width, groups * width))
-    rows = grouped((heads // groups * width, width, width), groups)
-    layout = chained(parts.inverse, rows)
-    yield same(f"{ours}.linear_qkv.weight", f"{qkv}.weight", layout)
-    yield same(f"{ours}.linear_proj.weight", f"{output}.weight")
+    keys_and_values = [1] * config.num_kv_projections
+    sizes = [size * width for size in (heads // groups, *keys_and_values)]
+    layout = chained(joined([size * groups for size in sizes]).inverse, grouped(sizes, groups))
+    for kind in tensors.kinds_of_qkv(config):
+        yield same(f"{ours}.linear_qkv.{kind}", f"{theirs}.{qkv}.{kind}", layout)
+    yield same(f"{ours}.linear_proj.weight", f"{theirs}.{output}.weight")
+    if config.has_attention_output_bias:
+        yield same(f"{ours}.linear_proj.bias", f"{theirs}.{output}.bias")
 
 
-def _attention(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    return joined_qkv(config, ours, f"{theirs}.qkv_proj", f"{theirs}.o_proj")
-
-
-def joined_mlp(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    """A gated MLP whose gate_proj and up_proj are one on both sides."""
-    yield same(f"{ours}.linear_fc1.weight", f"{theirs}.gate_up_proj.weight")
-    yield same(f"{ours}.linear_fc2.weight", f"{theirs}.down_proj.weight")
+joined_mlp = tensors.modules(linear_fc1="gate_up_proj", linear_fc2="down_proj")
+"""A gated MLP whose gate_proj and up_proj are one on both sides."""
 
 
 class Phi3(Adapter):
@@ -37,7 +36,7 @@ class Phi3(Adapter):
 
     model_types = ("phi3",)
     names = TensorNames(
-        {**dict.fromkeys("*W", ("self_attn", _attention)), "-": ("mlp", joined_mlp)}
+        {**dict.fromkeys("*W", ("self_attn", joined_qkv)), "-": ("mlp", joined_mlp)}
     )
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:

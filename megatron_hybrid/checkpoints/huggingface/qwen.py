@@ -36,7 +36,6 @@ class Qwen2(Adapter):
 
     model_types = ("qwen2", "mimo", "qwen2_5_vl_text")
     composite_types = ("qwen2_5_vl",)
-    names = TensorNames(tensors.TRANSFORMER)
     ignored = (r"model\.mtp_layers\..*", r"(model\.)?visual\..*")
 
     def text_config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,7 +60,6 @@ class Qwen3(Adapter):
 
     model_types = ("qwen3", "qwen3_vl_text")
     composite_types = ("qwen3_vl",)
-    names = TensorNames(tensors.TRANSFORMER)
     ignored = (r"model\.visual\..*",)
 
     def text_config(self, hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,9 +26,16 @@ def model(
 ) -> Iterator[TensorMap]:
     """Embedding, final norm and output layer."""
     yield same("embedding.word_embeddings.weight", embedding)
-    yield same("decoder.final_norm.weight", final_norm)
+    yield from norm(config, "decoder.final_norm", final_norm.removesuffix(".weight"))
     if not config.share_embeddings_and_output_weights:
         yield same("output_layer.weight", "lm_head.weight")
+
+
+def norm(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    """A norm of hidden states: its weight, and its bias if it has one."""
+    yield same(f"{ours}.weight", f"{theirs}.weight")
+    if config.normalization == "LayerNorm" and config.layernorm_bias:
+        yield same(f"{ours}.bias", f"{theirs}.bias")
 
 
 Parts = Mapping[str, tuple[str, Callable[[HybridConfig, str, str], Iterable[TensorMap]]]]
@@ -86,10 +93,10 @@ class TensorNames:
         number, place = divmod(index, len(self.norms))
         kind, theirs = LAYER_KINDS[symbol], f"{layers}.{number}"
         if config.norm_placement != "post":
-            yield same(f"{ours}.{kind.norm_name}.weight", f"{theirs}.{self.norms[place]}.weight")
+            yield from norm(config, f"{ours}.{kind.norm_name}", f"{theirs}.{self.norms[place]}")
         if config.norm_placement in ("post", "sandwich"):
-            after = self.post_norms[place]
-            yield same(f"{ours}.post_layernorm.weight", f"{theirs}.{after}.weight")
+            after = f"{theirs}.{self.post_norms[place]}"
+            yield from norm(config, f"{ours}.post_layernorm", after)
         name, tensors = self.parts[symbol]
         inner = f"{theirs}.{name}" if name else theirs
         yield from tensors(config, f"{ours}.{kind.mixer_name}", inner)
@@ -99,6 +106,11 @@ def weights(ours: str, theirs: str, names: Mapping[str, str]) -> Iterator[Tensor
     """The weights of modules, by their names here and there."""
     for own, name in names.items():
         yield same(f"{ours}.{own}.weight", f"{theirs}.{name}.weight")
+
+
+def modules(**names: str) -> Callable[[HybridConfig, str, str], Iterator[TensorMap]]:
+    """`Parts` of modules that have a weight and nothing else, by their names here and there."""
+    return lambda config, ours, theirs: weights(ours, theirs, names)
 
 
 def has_tensor(names: Collection[str], prefix: str) -> bool:
@@ -136,10 +148,7 @@ def attention(
         gates = [heads_per_group] * len(gate)
         rows = [heads_per_group * head_dim, *gates, *widths]
         layout = grouped(rows, groups)
-    kinds = ["weight"]
-    if config.add_bias_linear or config.add_qkv_bias:
-        kinds.append("bias")
-    for kind in kinds:
+    for kind in kinds_of_qkv(config):
         projections = tuple(f"{theirs}.{name}_proj.{kind}" for name in f"q{gate}{names[1:]}")
         yield TensorMap((f"{ours}.linear_qkv.{kind}",), projections, layout)
     yield same(f"{ours}.linear_proj.weight", f"{theirs}.{output}.weight")
@@ -150,6 +159,11 @@ def attention(
             yield same(f"{ours}.{name}_layernorm.weight", f"{theirs}.{norm}.weight")
     if config.softmax_type == "learnable":
         yield same(f"{ours}.core_attention.softmax_offset", f"{theirs}.{sinks}")
+
+
+def kinds_of_qkv(config: HybridConfig) -> tuple[str, ...]:
+    """What a projection of queries, keys and values is made of."""
+    return ("weight", "bias") if config.add_bias_linear or config.add_qkv_bias else ("weight",)
 
 
 def latent_attention(

@@ -37,7 +37,8 @@ class AttentionFields(LayerFields):
     one projection with keys and values."""
 
     softmax_scale: Annotated[float, Range(gt=0)] | None = None
-    """Factor of attention scores; None: kv_channels^-0.5."""
+    """Factor of attention scores; None: kv_channels^-0.5, and (kv_channels / 2)^-0.5 in
+    differential attention."""
 
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     """Sink of each softmax: none, a score of 0, or a learnt score per head."""
@@ -79,6 +80,10 @@ class AttentionFields(LayerFields):
     """Number of an earlier layer (from 1, through the whole model) whose keys and values this one
     reads instead of its own; set it in layer_overrides."""
 
+    differential_lambda: Annotated[float, Range(gt=0, lt=1)] | None = None
+    """l of differential attention: the halves of a head's queries and keys have a softmax each, and
+    that of the second half is subtracted, times l plus what is learnt. None: one softmax a head."""
+
     attention_temperature_scale: Annotated[float, Range(ge=0)] | None = None
     """s: queries are multiplied by 1 + s log(1 + floor((position + offset) / floor))."""
 
@@ -92,6 +97,11 @@ class AttentionFields(LayerFields):
     def num_kv_projections(self) -> int:
         """Number of key and value projections of an attention layer: 2, 1 or 0."""
         return 0 if self.kv_source_layer is not None else 1 if self.keys_as_values else 2
+
+    @property
+    def softmaxes_per_head(self) -> int:
+        """Softmaxes of an attention head: 2 in differential attention, else 1."""
+        return 1 if self.differential_lambda is None else 2
 
     @property
     def rotary_dim(self) -> int:
@@ -120,6 +130,14 @@ class AttentionFields(LayerFields):
                 f"query_rank is {self.query_rank}, which needs num_query_groups=1 with keys and "
                 "values of its own, and no biases. Set these, or leave query_rank at None."
             )
+        has_form = self.position_embedding_type == "none" and self.softmax_type == "vanilla"
+        has_form = has_form and self.kv_channels % 2 == 0 and not self.qk_layernorm
+        if self.differential_lambda is not None and not has_form:
+            raise ValueError(
+                f"differential_lambda is {self.differential_lambda}, which needs an even "
+                "kv_channels, position_embedding_type='none', softmax_type='vanilla' and "
+                "qk_layernorm=False. Set these, or leave differential_lambda at None."
+            )
         self.check_ranks()
         self._require_even_rotation(self.rotary_dim, "kv_channels")
 
@@ -130,10 +148,10 @@ class AttentionFields(LayerFields):
         if self.num_query_groups is not None:
             self._require_divisible_or_copied("num_query_groups")
 
-    def check_kv_source(self, number: int, symbols: str, layers: Sequence[AttentionFields]) -> None:
-        """Raises ValueError unless the layer `number` can read the keys and values of its
-        `kv_source_layer`. symbols, layers: those of the whole model, overrides in place."""
+    def check_source(self, number: int, symbols: str, layers: Sequence[AttentionFields]) -> None:
         source = self.kv_source_layer
+        if source is None:
+            return
         if self.pipeline_model_parallel_size > 1:
             raise ValueError(
                 f"layer {number} has kv_source_layer={source}, which needs both layers on one "

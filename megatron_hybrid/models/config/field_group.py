@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
@@ -46,6 +46,14 @@ class FieldGroup:
         Raises:
             ValueError: a field has no legal value, or contradicts another one; the message names
                 the field, the value, the limit and what to do.
+        """
+
+    def check_source(self, number: int, symbols: str, layers: Sequence[Any]) -> None:
+        """Raises ValueError unless the layer `number` can read what it reads of another one.
+
+        Args:
+            number: from 1, through the whole model.
+            symbols, layers: those of the whole model, overrides in place.
         """
 
     def _require_positive(self, *fields: str) -> None:

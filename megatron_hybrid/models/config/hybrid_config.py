@@ -186,8 +186,8 @@ class HybridConfig(
             self._check_followers(number, symbol, left_out)
         layers = [self.for_layer(number) for number in range(1, len(symbols) + 1)]
         for number, (symbol, layer) in enumerate(zip(symbols, layers), start=1):
-            if AttentionFields in LAYER_KINDS[symbol].fields and layer.kv_source_layer is not None:
-                layer.check_kv_source(number, symbols, layers)
+            for group in LAYER_KINDS[symbol].fields:
+                group.check_source(layer, number, symbols, layers)
 
     def _check_followers(self, number: int, symbol: str, left_out: set[str]) -> None:
         """Refuses an override that would leave a dependent default as the model's."""
@@ -355,7 +355,10 @@ def _value(layer: HybridConfig, name: str, is_latent: bool) -> Any:
         return getattr(layer, _DEFAULTS_OF_NORMS[name])
     if name != "softmax_scale":
         return value
-    width = layer.qk_head_dim + layer.qk_pos_emb_head_dim if is_latent else layer.kv_channels
+    if is_latent:
+        width = layer.qk_head_dim + layer.qk_pos_emb_head_dim
+    else:
+        width = layer.kv_channels // layer.softmaxes_per_head
     return round(value or width**-0.5, 9)  # however it was computed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -141,6 +142,21 @@ class Mamba1Fields(LayerFields):
             raise ValueError(
                 f"mamba1_norm is {self.mamba1_norm!r}, which layers of "
                 f"mamba1_num_heads={self.mamba1_num_heads} do not have. Use 'none'."
+            )
+
+
+@dataclass
+class GatedMemoryFields(LayerFields):
+    """A gated memory unit has no fields but those of the Mamba-1 layer that it reads."""
+
+    def check_source(self, number: int, symbols: str, layers: Sequence[Mamba1Fields]) -> None:
+        source, width = self.pattern.memory_sources[number], self.mamba1_inner_size
+        is_alone = self.pipeline_model_parallel_size == 1
+        if not (source and is_alone and layers[source - 1].mamba1_inner_size == width):
+            raise ValueError(
+                f"layer {number} (J) reads the last Mamba-1 layer (S) before it: put one there, "
+                f"with the same mamba1_inner_size={width}, and both on the one pipeline stage of "
+                "pipeline_model_parallel_size=1."
             )
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.layer_specs import build_norm
 from megatron_hybrid.models.mixers.base import (
     KVShape,
     LayerCache,
@@ -17,6 +18,7 @@ from megatron_hybrid.models.mixers.base import (
     MixerPlace,
     rank_generator,
 )
+from megatron_hybrid.models.mixers.differential_maps import DifferentialMaps
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import (
     ReplicatedLinear,
@@ -59,7 +61,7 @@ class AttentionMixer(Mixer):
         self.head_dim = config.kv_channels
         self.value_dim = config.value_channels or self.head_dim
         self.pattern = AttentionPattern(
-            config.softmax_scale or self.head_dim**-0.5,
+            config.softmax_scale or (self.head_dim // config.softmaxes_per_head) ** -0.5,
             window=config.sliding_window if locality == "window" else None,
             chunk=config.attention_chunk_size if locality == "chunk" else None,
             softcap=config.attention_logit_softcap,
@@ -92,7 +94,6 @@ class AttentionMixer(Mixer):
             config,
             sections,
             place.pg_collection,
-            comm_buffer="qkv",
             copies=block_copies,
             repeats=repeats,
             bias=config.add_bias_linear or config.add_qkv_bias,
@@ -100,31 +101,23 @@ class AttentionMixer(Mixer):
         )
         self.linear_qkv.weight.group_rows = rows_of_group  # for optimizers that take matrices apart
         self.linear_proj = build_output_projection(
-            place.submodules.row,
-            config,
-            outputs,
-            place.pg_collection,
-            comm_buffer="proj",
-            bias=config.has_attention_output_bias,
+            place, config, outputs, bias=config.has_attention_output_bias
         )
         if (rank := config.query_rank) is not None:
-            eps = config.layernorm_epsilon
             self.linear_q_down_proj = ReplicatedLinear(config, config.hidden_size, rank)
-            self.latent_norm = place.submodules.norm(config=config, hidden_size=rank, eps=eps)
+            self.latent_norm = build_norm(config, rank)
             self.linear_q_up_proj = build_input_projection(
-                place.submodules.column,
-                config,
-                (queries,),
-                place.pg_collection,
-                comm_buffer="q_up_proj",
-                input_size=rank,
+                place.submodules.column, config, (queries,), place.pg_collection, input_size=rank
             )
         # Each rank norms its own heads alone; core's finalize_model_grads sums these gradients.
-        self.q_layernorm = self._build_norm(place.submodules.norm, config.num_attention_heads)
+        self.q_layernorm = self._build_norm(config.num_attention_heads)
         self.k_layernorm = (
-            self._build_norm(place.submodules.norm, groups, copies)
-            if self.kv_layer == place.layer_number
-            else None
+            self._build_norm(groups, copies) if self.kv_layer == place.layer_number else None
+        )
+        self.differential = (
+            None
+            if config.differential_lambda is None
+            else DifferentialMaps(config, self.value_dim, self.tp_group)
         )
         if config.softmax_type == "learnable":
             self.core_attention = nn.Module()  # where megatron-core keeps the parameter
@@ -181,10 +174,13 @@ class AttentionMixer(Mixer):
             q, k = (None if x is None else self._l2_norm(x) for x in (q, k))
         if self.config.attention_temperature_scale is not None:
             q = q * self._temperature(context.token_positions()).to(q.dtype)
+        if self.differential is not None:
+            q = self.differential.split(q)
         pattern = self.training_pattern if self.training else self.pattern
         args = kv_layer, q, k, v, pattern, self._sinks()
         with rank_generator(pattern.dropout > 0):
-            o = recompute_if(self.recomputes_attention, self, context.attend, *args).flatten(1)
+            o = recompute_if(self.recomputes_attention, self, context.attend, *args)
+        o = (o if self.differential is None else self.differential.subtract(o)).flatten(1)
         if gate is not None:
             if self.config.attention_head_gate:
                 gate = gate.repeat_interleave(self.value_dim, -1)
@@ -259,12 +255,13 @@ class AttentionMixer(Mixer):
             return self.linear_qkv.weight.new_zeros(self.num_groups * self.heads_per_group)
         return None
 
-    def _build_norm(self, norm: type, num_heads: int, copies: int = 1) -> nn.Module | None:
-        config, size, eps = self.config, self.head_dim, self.config.layernorm_epsilon
+    def _build_norm(self, num_heads: int, copies: int = 1) -> nn.Module | None:
+        config, size = self.config, self.head_dim
         if not config.qk_layernorm:
             return None
         if config.qk_layernorm_scope == "all_heads":
             size *= num_heads
             if self.tp_group.size() > 1:
+                eps = config.layernorm_epsilon
                 return SplitNorm(config, size, eps, self.tp_group, copies)
-        return norm(config=config, hidden_size=size, eps=eps)
+        return build_norm(config, size)

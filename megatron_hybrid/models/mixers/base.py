@@ -87,7 +87,6 @@ class MixerSubmodules:
     """Column-parallel linear of anything else."""
     row: type
     """Row-parallel linear."""
-    norm: type
 
 
 @dataclass(frozen=True)
@@ -118,6 +117,9 @@ class StackInputs:
     on later stages. Of this rank's rows under sequence parallelism."""
     shared_blocks: dict[int, nn.Module] = field(default_factory=dict)
     """Blocks shared by layers, each entered by its first layer."""
+    memories: dict[int, Tensor] = field(default_factory=dict)
+    """Number of each Mamba-1 layer that others read -> its output before the gate, [T, channels],
+    entered by that layer."""
 
 
 def rank_generator(is_own: bool) -> AbstractContextManager:

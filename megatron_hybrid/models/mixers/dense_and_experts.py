@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.layer_specs import build_norm
 from megatron_hybrid.models.mixers.base import Mixer, MixerPlace, with_bias
 from megatron_hybrid.models.mixers.experts import Experts
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
@@ -24,10 +25,7 @@ class DenseAndExpertsMixer(Mixer):
         super().__init__(config)
         for name in ("dense", "experts"):
             for when in ("pre", "post"):
-                norm = place.submodules.norm(
-                    config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
-                )
-                self.add_module(f"{when}_{name}_layernorm", norm)
+                self.add_module(f"{when}_{name}_layernorm", build_norm(config))
         place = place.with_input_projection(place.submodules.column)
         self.dense = MLPMixer(config, place)
         self.router = Router(config, place.layer_number, place.pg_collection)

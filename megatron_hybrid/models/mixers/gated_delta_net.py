@@ -36,11 +36,10 @@ class GatedDeltaNetMixer(RecurrentMixer):
             copies={"query": copies, "key": copies},
         )
         self.key_dim, self.value_dim = key_dim, value_dim
-        self.num_key_heads = max(1, key_heads // tp_size)
         self.num_value_heads = value_heads // tp_size
         self.max_beta = 2.0 if config.linear_allow_neg_eigval else 1.0
         widths = self.in_proj.weight.cut.local_sections
-        self.split_sizes = [sum(widths[:3]), *widths[3:]]
+        self.qkv_sizes, self.split_sizes = widths[:3], [sum(widths[:3]), *widths[3:]]
         # Decay and time step stay in fp32 in a bf16 model, as in Mamba-2.
         self.A_log = self._own_part(initial_A_log(value_heads))
         self.dt_bias = self._own_part(torch.ones(value_heads))
@@ -58,25 +57,18 @@ class GatedDeltaNetMixer(RecurrentMixer):
         projected, _ = self.in_proj(hidden_Th)
         qkv, gate, beta, alpha = projected.split(self.split_sizes, -1)
         qkv = self.conv1d(qkv, context, self.layer_number)
-        q, k, v = qkv.split(
-            [
-                self.num_key_heads * self.key_dim,
-                self.num_key_heads * self.key_dim,
-                self.num_value_heads * self.value_dim,
-            ],
-            -1,
-        )
+        q, k, v = qkv.split(self.qkv_sizes, -1)
         A_H = self._decay_rates()
         g_TH, beta_TH = time_steps(alpha, self.dt_bias, A_H, beta_TH=beta, max_beta=self.max_beta)
         o_THP = gated_delta_rule(
-            q.unflatten(-1, (self.num_key_heads, self.key_dim)),
-            k.unflatten(-1, (self.num_key_heads, self.key_dim)),
-            v.unflatten(-1, (self.num_value_heads, self.value_dim)),
+            q.unflatten(-1, (-1, self.key_dim)),
+            k.unflatten(-1, (-1, self.key_dim)),
+            v.unflatten(-1, (-1, self.value_dim)),
             g_TH,
             beta_TH,
             context.states(self.layer_number, "delta"),
             context.ragged_layout(),
             self.config.linear_chunk_size,
         )
-        gate_THP = gate.unflatten(-1, (self.num_value_heads, self.value_dim))
+        gate_THP = gate.unflatten(-1, (-1, self.value_dim))
         return self.out_proj(self.out_norm(o_THP, gate_THP).flatten(1))

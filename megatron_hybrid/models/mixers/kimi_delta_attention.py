@@ -43,6 +43,7 @@ class KimiDeltaAttentionMixer(RecurrentMixer):
         )
         tp_size = place.pg_collection.tp.size()
         self.key_dim, self.value_dim, self.num_heads = key_dim, value_dim, heads // tp_size
+        self.qkv_sizes = self.in_proj.weight.cut.local_sections[:3]
         self.max_beta = 2.0 if config.linear_allow_neg_eigval else 1.0
         low_rank = config.kda_low_rank_gates
         if low_rank:
@@ -55,7 +56,6 @@ class KimiDeltaAttentionMixer(RecurrentMixer):
                 config,
                 (width,),
                 place.pg_collection,
-                comm_buffer="fc1",
                 input_size=self.value_dim if low_rank else None,
             )
             self.add_module(f"{gate}_b_proj" if low_rank else f"{gate}_proj", up)
@@ -87,13 +87,10 @@ class KimiDeltaAttentionMixer(RecurrentMixer):
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
         """[T, hidden] -> (output [T, hidden], bias or None)."""
         projected, _ = self.in_proj(hidden_Th)
-        qkv, beta_TH = projected.split([projected.shape[-1] - self.num_heads, self.num_heads], -1)
+        qkv, beta_TH = projected.split([sum(self.qkv_sizes), self.num_heads], -1)
         qkv = self.conv1d(qkv, context, self.layer_number)
         q_THN, k_THN, v_THP = (
-            x.unflatten(-1, (self.num_heads, -1))
-            for x in qkv.split(
-                [self.num_heads * dim for dim in (self.key_dim, self.key_dim, self.value_dim)], -1
-            )
+            x.unflatten(-1, (self.num_heads, -1)) for x in qkv.split(self.qkv_sizes, -1)
         )
         g_TC, beta_TH = time_steps(
             self._gate("f", hidden_Th),

@@ -11,6 +11,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.layer_specs import build_norm
 from megatron_hybrid.models.mixers.base import (
     KVShape,
     LayerCache,
@@ -64,26 +65,18 @@ class LatentAttentionMixer(Mixer):
         self.training_pattern = replace(self.pattern, dropout=config.attention_dropout)
         self.rotary = build_rotary(config, config.qk_pos_emb_head_dim)
 
-        def up_projection(config: HybridConfig, input_size: int, width: int, name: str):
-            return build_input_projection(
-                place.submodules.column,
-                config,
-                (config.num_attention_heads * width,),
-                place.pg_collection,
-                comm_buffer=name,
-                input_size=input_size,
-            )
+        def up_projection(config: HybridConfig, input_size: int, width: int):
+            spec, widths = place.submodules.column, (config.num_attention_heads * width,)
+            groups = place.pg_collection
+            return build_input_projection(spec, config, widths, groups, input_size=input_size)
 
         def norm(width: int):
             if not config.latent_norm:
                 return IdentityOp()
-            eps = config.latent_norm_epsilon or config.layernorm_epsilon
-            return place.submodules.norm(config=config, hidden_size=width, eps=eps)
+            return build_norm(config, width, config.latent_norm_epsilon)
 
         if config.q_lora_rank is None:
-            self.linear_q_proj = up_projection(
-                config, config.hidden_size, sum(self.head_dims), "q_proj"
-            )
+            self.linear_q_proj = up_projection(config, config.hidden_size, sum(self.head_dims))
         else:
             self.linear_q_down_proj = ReplicatedLinear(
                 config, config.hidden_size, config.q_lora_rank
@@ -94,26 +87,20 @@ class LatentAttentionMixer(Mixer):
                 # finalize_model_grads would sum those of all ranks, as a norm of each rank's own
                 # heads in `*` layers has this name too.
                 parameter.average_gradients_across_tp_domain = not config.sequence_parallel
-            self.linear_q_up_proj = up_projection(
-                config, config.q_lora_rank, sum(self.head_dims), "q_up_proj"
-            )
+            self.linear_q_up_proj = up_projection(config, config.q_lora_rank, sum(self.head_dims))
         self.linear_kv_down_proj = ReplicatedLinear(
             config, config.hidden_size, self.rank + config.qk_pos_emb_head_dim
         )
         self.kv_layernorm = norm(self.rank)
         # What is cached are the latents of all rows.
         self.linear_kv_up_proj = up_projection(
-            config.with_all_rows(), self.rank, config.qk_head_dim + self.value_dim, "kv_up_proj"
+            config.with_all_rows(), self.rank, config.qk_head_dim + self.value_dim
         )
         if config.latent_output_gate:
-            self.linear_gate = up_projection(config, config.hidden_size, 1, "gate")
+            self.linear_gate = up_projection(config, config.hidden_size, 1)
+        outputs = config.num_attention_heads * self.value_dim
         self.linear_proj = build_output_projection(
-            place.submodules.row,
-            config,
-            config.num_attention_heads * self.value_dim,
-            place.pg_collection,
-            comm_buffer="proj",
-            bias=config.add_bias_linear,
+            place, config, outputs, bias=config.add_bias_linear
         )
 
     def cache_requirements(self) -> LayerCache:
@@ -122,7 +109,11 @@ class LatentAttentionMixer(Mixer):
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
         """[T, hidden] -> (output [T, hidden], bias or None)."""
-        q_nope, q_rope = self._queries(hidden_Th).split(self.head_dims, -1)
+        if self.config.q_lora_rank is None:
+            q, _ = self.linear_q_proj(hidden_Th)
+        else:
+            q, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_Th)))
+        q_nope, q_rope = q.unflatten(-1, (self.num_heads, -1)).split(self.head_dims, -1)
         latent, k_rope = self.linear_kv_down_proj(hidden_Th).split(
             [self.rank, self.head_dims[1]], -1
         )
@@ -146,14 +137,6 @@ class LatentAttentionMixer(Mixer):
             gate_THP = gate_TH.unsqueeze(-1).expand_as(o_THP)
             o_THP = activate(gate_THP, torch.sigmoid, o_THP, in_fp32=True)
         return self.linear_proj(o_THP.flatten(1))
-
-    def _queries(self, hidden_Th: Tensor) -> Tensor:
-        """Queries [T, H, D]; D = width of content and position."""
-        if self.config.q_lora_rank is None:
-            q, _ = self.linear_q_proj(hidden_Th)
-        else:
-            q, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_Th)))
-        return q.unflatten(-1, (self.num_heads, -1))
 
     def expand(self, latents_TL: Tensor) -> tuple[Tensor, Tensor]:
         """See `LatentHeads`."""

@@ -1,4 +1,5 @@
-"""Mamba-1, the selective scan (arXiv 2312.00752), with the parameters of the authors' `Mamba`."""
+"""Mamba-1, the selective scan (arXiv 2312.00752), with the parameters of the authors' `Mamba`; and
+the gated memory unit, which reads its output."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.mixers.base import MixerPlace, StateTensor
+from megatron_hybrid.models.mixers.base import MixerPlace, StackInputs, StateTensor
 from megatron_hybrid.models.mixers.gated_norm import gated
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import (
@@ -31,6 +32,8 @@ class Mamba1Mixer(RecurrentMixer):
 
     recompute_name = "mamba"
 
+    takes_stack_inputs = True
+
     def __init__(self, config: HybridConfig, place: MixerPlace):
         inner, rank = config.mamba1_inner_size, config.mamba1_dt_rank
         super().__init__(
@@ -42,6 +45,7 @@ class Mamba1Mixer(RecurrentMixer):
             bias=config.mamba1_proj_bias,
             conv_bias=config.mamba1_conv_bias,
         )
+        self.is_source = place.layer_number in config.pattern.memory_sources.values()
         tp_size, tp_rank = place.pg_collection.tp.size(), place.pg_collection.tp.rank()
         self.state_dim = config.mamba1_state_dim
         self.num_channels, self.num_full_channels = inner // tp_size, inner
@@ -60,14 +64,9 @@ class Mamba1Mixer(RecurrentMixer):
 
         # dt, B and C are sums over the channels of all ranks, in all rows.
         config = config.with_all_rows()
+        width, init_method = sum(self.split_sizes), config.init_method
         self.x_proj = build_output_projection(
-            place.submodules.row,
-            config,
-            inner,
-            place.pg_collection,
-            comm_buffer="fc2",
-            output_size=sum(self.split_sizes),
-            init_method=config.init_method,
+            place, config, inner, output_size=width, init_method=init_method
         )
         self.dt_layernorm, self.b_layernorm, self.c_layernorm = (
             self._build_norm(size) for size in self.split_sizes
@@ -77,7 +76,6 @@ class Mamba1Mixer(RecurrentMixer):
             config,
             (inner,),
             place.pg_collection,
-            comm_buffer="fc1",
             bias=True,
             skip_bias_add=True,
             input_size=rank,
@@ -116,14 +114,16 @@ class Mamba1Mixer(RecurrentMixer):
     def _state_names(self) -> list[str]:
         return ["ssm"] if self.num_heads == 1 else [f"ssm{h}" for h in range(self.num_heads)]
 
-    def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """[T, hidden] -> (output [T, hidden], bias or None)."""
         projected, _ = self.in_proj(hidden_Th)
         x_TC, z_TC = projected.chunk(2, -1)
         x_TC = self.conv1d(x_TC, context, self.layer_number)
         A_CN = self._decay_rates()
         layout, heads = context.ragged_layout(), self.num_heads
-        inputs = zip(
+        of_heads = zip(
             x_TC.chunk(heads, -1),
             self._scan_inputs(x_TC),
             A_CN.chunk(heads),
@@ -143,10 +143,12 @@ class Mamba1Mixer(RecurrentMixer):
                     layout,
                     self.config.mamba1_chunk_size,
                 )
-                for x, (dt, bias, B, C), A, D, name in inputs
+                for x, (dt, bias, B, C), A, D, name in of_heads
             ],
             -1,
         )
+        if self.is_source:
+            inputs.memories[self.layer_number] = y_TC
         return self.out_proj(gated(y_TC, z_TC))
 
     def _scan_inputs(self, x_TC: Tensor) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -183,3 +185,26 @@ class Mamba1Mixer(RecurrentMixer):
             elementwise_affine=config.mamba1_norm == "weighted",
             dtype=config.params_dtype,
         )
+
+
+class GatedMemoryMixer(RecurrentMixer):
+    """The gated memory unit of SambaY (arXiv 2507.06607): out_proj(memory * SiLU(in_proj(x))).
+
+    The memory is what the last Mamba-1 layer before it gave for the same token in the same forward,
+    before its gate. Nothing is kept between calls.
+    """
+
+    takes_stack_inputs = True
+
+    def __init__(self, config: HybridConfig, place: MixerPlace):
+        inner, bias = config.mamba1_inner_size, config.mamba1_proj_bias
+        super().__init__(config, place, sections={"z": inner}, bias=bias)
+        self.source = config.pattern.memory_sources[place.layer_number]
+        self.out_proj = self._build_output(inner, bias)
+
+    def forward(
+        self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs
+    ) -> tuple[Tensor, Tensor | None]:
+        """[T, hidden] -> (output [T, hidden], bias or None)."""
+        z_TC, _ = self.in_proj(hidden_Th)
+        return self.out_proj(gated(inputs.memories[self.source], z_TC))

@@ -38,9 +38,10 @@ class Mamba2Mixer(RecurrentMixer):
         )
         self.head_dim, self.state_dim = config.mamba_head_dim, config.mamba_state_dim
         self.chunk_size = config.mamba_chunk_size
-        self.num_heads, self.num_groups = heads // tp_size, max(1, groups // tp_size)
+        self.num_heads = heads // tp_size
         widths = self.in_proj.weight.cut.local_sections
-        self.split_sizes = [widths[0], sum(widths[1:4]), widths[4]]
+        self.xBC_sizes = widths[1:4]
+        self.split_sizes = [widths[0], sum(self.xBC_sizes), widths[4]]
         multipliers = None
         if config.mamba_section_multipliers is not None:
             factors = torch.tensor(config.mamba_section_multipliers, dtype=config.params_dtype)
@@ -75,22 +76,15 @@ class Mamba2Mixer(RecurrentMixer):
             projected = projected * self.multipliers
         z, xBC, dt = projected.split(self.split_sizes, -1)
         xBC = self.conv1d(xBC, context, self.layer_number)
-        x, B, C = xBC.split(
-            [
-                self.num_heads * self.head_dim,
-                self.num_groups * self.state_dim,
-                self.num_groups * self.state_dim,
-            ],
-            -1,
-        )
+        x, B, C = xBC.split(self.xBC_sizes, -1)
         limits = self.config.mamba_dt_min, self.config.mamba_dt_max
         dt, _ = time_steps(dt, self.dt_bias, limits=limits)
         y_THP = ssd_scan(
-            x.unflatten(-1, (self.num_heads, self.head_dim)),
+            x.unflatten(-1, (-1, self.head_dim)),
             dt,
             self._decay_rates(),
-            B.unflatten(-1, (self.num_groups, self.state_dim)),
-            C.unflatten(-1, (self.num_groups, self.state_dim)),
+            B.unflatten(-1, (-1, self.state_dim)),
+            C.unflatten(-1, (-1, self.state_dim)),
             self.D.float(),
             context.states(self.layer_number, "ssm"),
             context.ragged_layout(),

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.mixers.base import MixerPlace
 from megatron_hybrid.models.packed_weight import PackedWeight, linear, unpacked
 from megatron_hybrid.models.sharding.collectives import (
     gather_rows,
@@ -77,7 +78,6 @@ def build_input_projection(
     sections: Sequence[int],
     pg_collection: ProcessGroupCollection,
     *,
-    comm_buffer: str,
     section_names: tuple[str, ...] | None = None,
     copies: tuple[int, ...] | None = None,
     repeats: int = 1,
@@ -90,7 +90,6 @@ def build_input_projection(
 
     Args:
         sections: full sizes of the concatenated blocks, each cut separately.
-        comm_buffer: name of Transformer Engine's communication buffer to share ("fc1", "qkv").
         section_names: names of the sections in core's distributed checkpoints, if they have any.
         copies, repeats: see `Cut`.
         skip_bias_add: return the bias next to the output.
@@ -117,7 +116,7 @@ def build_input_projection(
         bias=bias,
         skip_bias_add=skip_bias_add,
         is_expert=False,
-        tp_comm_buffer_name=comm_buffer,
+        tp_comm_buffer_name="fc1",  # of an overlap that is not there
         tp_group=tp,
     )
     for parameter in (projection.weight, projection.bias)[: 1 + bias]:
@@ -131,19 +130,18 @@ def build_input_projection(
 
 
 def build_output_projection(
-    spec: type,
+    place: MixerPlace,
     config: HybridConfig,
     width: int,
-    pg_collection: ProcessGroupCollection,
     *,
-    comm_buffer: str,
     bias: bool = False,
     output_size: int | None = None,
     init_method: Callable | None = None,
 ) -> nn.Module:
     """width -> hidden_size (or output_size), split over the ranks by input column and summed over
     them; drawn by `init_method`, or as the config draws output layers."""
-    projection = spec(
+    tp = place.pg_collection.tp
+    projection = place.submodules.row(
         width,
         output_size or config.hidden_size,
         config=config,
@@ -152,10 +150,10 @@ def build_output_projection(
         input_is_parallel=True,
         skip_bias_add=True,
         is_expert=False,
-        tp_comm_buffer_name=comm_buffer,
-        tp_group=pg_collection.tp,
+        tp_comm_buffer_name="fc2",
+        tp_group=tp,
     )
-    mark_tensor_parallel(projection.weight, Cut(1, (width,), pg_collection.tp.size()))
+    mark_tensor_parallel(projection.weight, Cut(1, (width,), tp.size()))
     return projection
 
 

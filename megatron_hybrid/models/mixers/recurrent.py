@@ -121,13 +121,12 @@ class RecurrentMixer(Mixer):
     ):
         super().__init__(config)
         self.layer_number, self.pg_collection = place.layer_number, place.pg_collection
-        self._output_projection = place.submodules.row
+        self._place = place
         self.in_proj = build_input_projection(
             place.submodules.input_projection,
             config,
             tuple(sections.values()),
             place.pg_collection,
-            comm_buffer="fc1",
             section_names=tuple(sections),
             copies=copies and tuple(copies.get(name, 1) for name in sections),
             bias=bias,
@@ -149,14 +148,7 @@ class RecurrentMixer(Mixer):
 
     def _build_output(self, width: int, bias: bool = False) -> nn.Module:
         """width channels of all ranks -> hidden_size."""
-        return build_output_projection(
-            self._output_projection,
-            self.config,
-            width,
-            self.pg_collection,
-            comm_buffer="fc2",
-            bias=bias,
-        )
+        return build_output_projection(self._place, self.config, width, bias=bias)
 
     def _own_part(self, full: Tensor) -> nn.Parameter:
         """This rank's heads or channels of a parameter, the first dimension of `full`."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.layer_pattern import SHARED_BLOCKS
+from megatron_hybrid.models.layer_specs import build_norm
 from megatron_hybrid.models.mixers.attention import AttentionMixer
 from megatron_hybrid.models.mixers.base import KVShape, LayerCache, Mixer, MixerPlace, StackInputs
 from megatron_hybrid.models.mixers.mamba1 import Mamba1Mixer
@@ -58,9 +59,7 @@ class SharedBlockMixer(Mixer):
         has_adapters = config.shared_block_adapter_rank is not None
         self.mlp_adapter = LowRank(config, place, hidden, (ffn, ffn)) if has_adapters else None
         self.linear = ReplicatedLinear(config, hidden, hidden)
-        self.norm = place.submodules.norm(
-            config=config, hidden_size=hidden, eps=config.layernorm_epsilon
-        )
+        self.norm = build_norm(config)
         self.mamba = (Mamba1Mixer if is_mamba1 else Mamba2Mixer)(config, place)
 
     def cache_requirements(self) -> LayerCache:
@@ -92,16 +91,14 @@ class SharedBlock(nn.Module):
     def __init__(self, config: HybridConfig, place: MixerPlace):
         super().__init__()
         self.activation = config.activation_func
-        hidden, ffn, eps = config.hidden_size, config.ffn_hidden_size, config.layernorm_epsilon
-        self.input_layernorm = place.submodules.norm(config=config, hidden_size=2 * hidden, eps=eps)
+        hidden, ffn = config.hidden_size, config.ffn_hidden_size
+        self.input_layernorm = build_norm(config, 2 * hidden)
         self.self_attention = AttentionMixer(config, place, input_size=2 * hidden)
-        self.pre_mlp_layernorm = place.submodules.norm(config=config, hidden_size=hidden, eps=eps)
+        self.pre_mlp_layernorm = build_norm(config)
         self.linear_fc1 = build_input_projection(
-            place.submodules.column, config, (ffn, ffn), place.pg_collection, comm_buffer="fc1"
+            place.submodules.column, config, (ffn, ffn), place.pg_collection
         )
-        self.linear_fc2 = build_output_projection(
-            place.submodules.row, config, ffn, place.pg_collection, comm_buffer="fc2"
-        )
+        self.linear_fc2 = build_output_projection(place, config, ffn)
 
     def forward(
         self,
@@ -165,7 +162,6 @@ class LowRank(nn.Module):
             config,
             sections,
             place.pg_collection,
-            comm_buffer="fc1",
             copies=copies,
             repeats=repeats,
             input_size=rank,

@@ -49,10 +49,18 @@ def gather_last_dim(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _all_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    x = x.contiguous()
-    pieces = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(pieces, x, group=group)
-    return torch.cat(pieces, -1)
+    return torch.cat(gather_pieces(x.contiguous(), group), -1)
+
+
+def gather_pieces(piece: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Every rank's `piece`, which is contiguous and of the same shape on all of them."""
+    if group.size() == 1:
+        return [piece]
+    # Not all backends have floats of 8 bits.
+    sent = piece.view(torch.uint8) if piece.element_size() == 1 else piece
+    pieces = [torch.empty_like(sent) for _ in range(group.size())]
+    dist.all_gather(pieces, sent, group=group)
+    return [each.view(piece.dtype) for each in pieces]
 
 
 # torch renamed both in 2.13, and warns of the old names.

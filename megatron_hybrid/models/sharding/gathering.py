@@ -8,6 +8,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_hybrid.models.parameter_names import separate_expert
+from megatron_hybrid.models.sharding.collectives import gather_pieces
 from megatron_hybrid.models.sharding.parallel_setup import ExpertGroups
 from megatron_hybrid.models.sharding.tensor_sharding import cut_of, full_shape, shard, unshard
 
@@ -47,7 +48,7 @@ def gather_whole(name: str, tensor: Tensor, groups: ProcessGroupCollection) -> d
         return {name: unshard(_gather(piece, groups.tp, tensor), tensor)}
     experts = ExpertGroups.of(groups)
     whole = unshard(_gather(piece, experts.tp, tensor), tensor).contiguous()
-    parts = [whole] if experts.ep is None else _all_gather(whole, experts.ep)
+    parts = [whole] if experts.ep is None else gather_pieces(whole, experts.ep)
     if (expert := separate_expert(name)) is None:
         return {name: torch.cat(parts)}
     stacked, number = expert
@@ -58,14 +59,4 @@ def gather_whole(name: str, tensor: Tensor, groups: ProcessGroupCollection) -> d
 
 
 def _gather(piece: Tensor, group: dist.ProcessGroup, tensor: Tensor) -> list[Tensor]:
-    return [piece] if cut_of(tensor) is None else _all_gather(piece, group)
-
-
-def _all_gather(piece: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    if group.size() == 1:
-        return [piece]
-    # Not all backends have floats of 8 bits.
-    sent = piece.view(torch.uint8) if piece.element_size() == 1 else piece
-    pieces = [torch.empty_like(sent) for _ in range(group.size())]
-    dist.all_gather(pieces, sent, group=group)
-    return [each.view(piece.dtype) for each in pieces]
+    return [piece] if cut_of(tensor) is None else gather_pieces(piece, group)

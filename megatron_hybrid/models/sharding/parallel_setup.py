@@ -31,6 +31,14 @@ from megatron_hybrid.models.sharding.one_rank_group import (
     register_one_rank_backend,
 )
 
+PARALLEL_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+"""Fields of HybridConfig that lay a model out over ranks."""
+
 
 def process_groups(
     config: HybridConfig, given: ProcessGroupCollection | None = None
@@ -48,7 +56,8 @@ def process_groups(
     if not parallel_state.model_parallel_is_initialized():
         if not dist.is_initialized() or dist.get_world_size() == 1:
             _check_ranks(config, 1)
-            return _one_rank_groups()
+            names = {field.name for field in fields(ProcessGroupCollection)} - {"hcp", "hybrid_cp"}
+            return ProcessGroupCollection(**{name: OneRankGroup() for name in names})
         _initialize_model_parallel(config)
     return ProcessGroupCollection.use_mpu_process_groups()
 
@@ -58,12 +67,6 @@ def core_process_groups(config: HybridConfig) -> ProcessGroupCollection:
     if not parallel_state.model_parallel_is_initialized():
         _initialize_model_parallel(config)
     return ProcessGroupCollection.use_mpu_process_groups()
-
-
-def _one_rank_groups() -> ProcessGroupCollection:
-    several = ("hcp", "hybrid_cp")
-    names = [field.name for field in fields(ProcessGroupCollection) if field.name not in several]
-    return ProcessGroupCollection(**{name: OneRankGroup() for name in names})
 
 
 def ranks_needed(config: HybridConfig) -> int:
@@ -215,15 +218,7 @@ def destroy_distributed() -> None:
 
 
 def _layout(config: HybridConfig) -> dict[str, int]:
-    return {
-        name: getattr(config, name)
-        for name in (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "expert_model_parallel_size",
-            "expert_tensor_parallel_size",
-        )
-    }
+    return {name: getattr(config, name) for name in PARALLEL_SIZES}
 
 
 def _check_ranks(config: HybridConfig, world_size: int) -> None:

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from huggingface_hub.dataclasses import strict
+from samba_y import Phi4FlashForCausalLM, SambaYConfig
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -187,6 +188,7 @@ for config, model in (
     (RingConfig, RingForCausalLM),
     (PuzzleConfig, PuzzleForCausalLM),
     (Step3Config, Step3TextForCausalLM),
+    (SambaYConfig, Phi4FlashForCausalLM),
 ):
     AutoConfig.register(config.model_type, config)
     AutoModelForCausalLM.register(config, model)

@@ -140,6 +140,19 @@ MODELS = {
     ),
     "all but few": ALL_BUT_FEW,
     "the others": THE_OTHERS,
+    # Heads of two softmaxes, of one group; a memory of channels that the ranks share out.
+    "sambay": HybridConfig(
+        layer_pattern="SW-*J*",
+        num_query_groups=2,
+        normalization="LayerNorm",
+        fp32_residual_connection=True,
+        position_embedding_type="none",
+        add_qkv_bias=True,
+        attention_output_bias=True,
+        differential_lambda=0.4,
+        layer_overrides={"6": {"kv_source_layer": 4}},
+        **{**SIZES, "qk_layernorm": False},
+    ),
     # Norms with a mean.
     "layer_norm": HybridConfig(
         layer_pattern="*-",
@@ -152,10 +165,11 @@ MODELS = {
 }
 TWO_RANKS = ("all but few", "the others")
 """Models of as many ranks; others have all four."""
-SERVED = ("two", "one")
+SERVED = ("two", "one", "sambay")
 SPLIT_ROWS = (*SERVED, *TWO_RANKS)
 """Models that run with sequence parallelism, too."""
 KV_HEADS = {"two": {2: 1, 4: 1, 5: 1}, "one": {2: 1, 6: 1, 7: 1}, "layer_norm": {1: 1}}
+KV_HEADS["sambay"] = {2: 1, 4: 1}
 
 
 def answers(model):

@@ -7,7 +7,7 @@ import torch
 import transformer_engine_stub
 from reference import tiny_model
 from safetensors.torch import load_file
-from small_models import ALL_MIXERS, random_tokens, small_config, small_model
+from small_models import ALL_MIXERS, ONE_OF_EACH, random_tokens, small_config, small_model
 from state_dicts import load_state
 
 from megatron_hybrid import compat
@@ -73,21 +73,21 @@ def test_a_plain_state_dict_goes_from_fused_to_local(transformer_engine, normali
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
-@pytest.mark.parametrize("symbol", LAYER_KINDS)
+@pytest.mark.parametrize("pattern", ONE_OF_EACH)
 def test_every_layer_kind_is_one_model_under_both_specs(
-    transformer_engine, symbol, zero_centered, tmp_path
+    transformer_engine, pattern, zero_centered, tmp_path
 ):
     """The same logits, and the same tensors under the same names after a way there and back."""
     fields = {
         "vocab_size": 61,
         "layernorm_zero_centered_gamma": zero_centered,
-        "add_bias_linear": zero_centered and symbol not in "ZV",
+        "add_bias_linear": zero_centered and pattern not in "ZV",
         "qk_layernorm": zero_centered,
     }
-    local = tiny_model.__wrapped__(symbol * 2, layer_spec="local", **fields)
+    local = tiny_model.__wrapped__(pattern * 2, layer_spec="local", **fields)
     given = {name: torch.randn_like(x) * 0.2 for name, x in full_state_dict(local).items()}
     load_state(local, given)
-    fused = tiny_model.__wrapped__(symbol * 2, layer_spec="transformer_engine", **fields)
+    fused = tiny_model.__wrapped__(pattern * 2, layer_spec="transformer_engine", **fields)
     save_checkpoint(local, tmp_path / "local")
     load_checkpoint(fused, tmp_path / "local")
     tokens = random_tokens(2, 20)

@@ -6,25 +6,19 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from saved_tensors import Saved
-from small_models import random_tokens, small_config
+from small_models import EVERY_KIND, FIELDS_OF_EVERY_KIND, random_tokens, small_config
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_hybrid.models import recompute
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
-PATTERN = "MGSC*W-EKL+BHZPZ*QRUV"
 FIELDS = dict(
-    mamba_num_heads=6,
-    attention_chunk_size=6,
-    num_moe_experts=4,
-    moe_ffn_hidden_size=20,
+    FIELDS_OF_EVERY_KIND,
     moe_router_score_function="sigmoid",
     moe_router_enable_expert_bias=True,
-    num_shared_blocks=1,
-    shared_block_adapter_rank=6,
-    per_layer_input_size=12,
     layer_overrides={
-        "E": {"moe_shared_expert_intermediate_size": 24},
+        **FIELDS_OF_EVERY_KIND["layer_overrides"],
+        "6": {"differential_lambda": 0.4, "position_embedding_type": "none"},
         "17": {"kv_source_layer": 5},
     },
 )
@@ -59,13 +53,13 @@ KINDS["every"] = {"recompute_granularity": "selective", "recompute_modules": [*P
 FIELDS_OF_NORMS = KINDS["layernorm"]
 
 
-def step(pattern=PATTERN, dropout=0.0, **fields):
+def step(pattern=EVERY_KIND, dropout=0.0, **fields):
     """Loss, gradients, counts of the routers and saved bytes of one forward and backward pass."""
     fields = {**FIELDS, **fields, "hidden_dropout": dropout, "attention_dropout": dropout}
     fields["layer_overrides"] = {
         key: value
         for key, value in fields["layer_overrides"].items()
-        if key in pattern or (key.isdecimal() and pattern == PATTERN)
+        if key in pattern or (key.isdecimal() and pattern == EVERY_KIND)
     }
     torch.manual_seed(7)
     model = build_hybrid_model(small_config(pattern, **fields)).train()
@@ -184,7 +178,7 @@ def test_nothing_is_recomputed_in_evaluation(monkeypatch):
     monkeypatch.setattr(recompute, "checkpoint", None)
     for kind in ("one", "every"):
         torch.manual_seed(0)
-        model = build_hybrid_model(small_config(PATTERN, **FIELDS, **KINDS[kind]))
+        model = build_hybrid_model(small_config(EVERY_KIND, **FIELDS, **KINDS[kind]))
         tokens = random_tokens(1, 9)
         assert torch.isfinite(model.eval()(tokens, labels=tokens)).all()
         with torch.no_grad():

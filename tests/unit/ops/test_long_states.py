@@ -21,25 +21,11 @@ LIMITS = {
         "steps, bf16": EACH_TOKEN,
         "steps, fp16": EACH_TOKEN / 4,
     },
-    "Mamba-1": {
-        "one call": TOKEN_BY_TOKEN,
-        "segments, fp32": TOKEN_BY_TOKEN,
-        "segments, bf16": ONCE,
-        "segments, fp16": ONCE / 4,
-        "steps, fp32": TOKEN_BY_TOKEN,
-        "steps, bf16": EACH_TOKEN,
-        "steps, fp16": EACH_TOKEN / 4,
-    },
-    "GDN": {
-        "one call": EXACT,
-        "segments, fp32": EXACT,
-        "segments, bf16": ONCE,
-        "segments, fp16": ONCE / 4,
-        "steps, fp32": EXACT,
-        "steps, bf16": EACH_TOKEN / 10,
-        "steps, fp16": EACH_TOKEN / 40,
-    },
 }
+BY_TOKEN = dict.fromkeys(("one call", "segments, fp32"), TOKEN_BY_TOKEN)
+LIMITS["Mamba-1"] = LIMITS["Mamba-2"] | BY_TOKEN
+STEPS = {"steps, fp32": EXACT, "steps, bf16": EACH_TOKEN / 10, "steps, fp16": EACH_TOKEN / 40}
+LIMITS["GDN"] = LIMITS["Mamba-2"] | STEPS
 LIMITS["KDA"] = LIMITS["GDN"]
 LIMITS["short convolution"] = {
     way: limit for way, limit in LIMITS["GDN"].items() if "16" not in way

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from saved_tensors import Saved
-from small_models import random_tokens, small_config
+from small_models import EVERY_KIND, FIELDS_OF_EVERY_KIND, random_tokens, small_config
 from small_recipes import SIZES, small_recipe, write_small_text
 
 from megatron_hybrid.cli import main
@@ -21,18 +21,6 @@ from megatron_hybrid.training.footprint import footprint
 from megatron_hybrid.training.recipe import RECIPES
 from megatron_hybrid.training.trainer import Trainer, training_device
 
-PATTERN = "MGSC*W-EKL+BHZPZ*QRUV"
-FIELDS = dict(
-    mamba_num_heads=6,
-    attention_chunk_size=6,
-    num_moe_experts=4,
-    moe_ffn_hidden_size=24,
-    hidden_size=48,
-    num_shared_blocks=1,
-    shared_block_adapter_rank=6,
-    per_layer_input_size=12,
-    layer_overrides={"E": {"moe_shared_expert_intermediate_size": 24}},
-)
 RECOMPUTE = {
     "nothing": {},
     "parts": dict(
@@ -66,12 +54,12 @@ def saved_by_a_step(config, rows, length):
 def test_layers_keep_what_a_real_step_keeps(kind, dtype, monkeypatch):
     backends = [replace(backend, device_type=None) for backend in expert_mlps.backends]
     monkeypatch.setattr(expert_mlps, "backends", backends)
-    config = small_config(PATTERN, params_dtype=dtype, **FIELDS, **RECOMPUTE[kind])
+    config = small_config(EVERY_KIND, params_dtype=dtype, **FIELDS_OF_EVERY_KIND, **RECOMPUTE[kind])
     expected, layers = saved_by_a_step(config, 2, 150)
     found = count_saved_bytes(planned_model(config, 1, 0), 2, 150, "cpu")
     assert found.total == pytest.approx(expected, rel=0.05)
     assert found.layers == pytest.approx(layers, rel=0.05)
-    assert len(found.layers) == len(PATTERN) and (kind != "nothing" or min(found.layers) > 0)
+    assert len(found.layers) == len(EVERY_KIND) and (kind != "nothing" or min(found.layers) > 0)
 
 
 def run_fields(tmp_path, optimizer, **model):

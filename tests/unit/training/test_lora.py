@@ -7,11 +7,10 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import random_tokens, small_model
+from small_models import ONE_OF_EACH, random_tokens, small_model
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
-from megatron_hybrid.models.layer_pattern import LAYER_KINDS
 from megatron_hybrid.training.lora import (
     LoraFields,
     adapters_of,
@@ -23,9 +22,7 @@ from megatron_hybrid.training.lora import (
 
 EXPERTS = {"num_moe_experts": 5, "moe_router_topk": 2, "moe_ffn_hidden_size": 12}
 FIELDS = {"L": {"attention_chunk_size": 6}, "B": EXPERTS}
-ADAPTED = [
-    symbol for symbol in LAYER_KINDS if symbol not in "PE"
-]  # whose weights are no projections
+ADAPTED = [pattern for pattern in ONE_OF_EACH if pattern not in "PE"]  # which project nothing
 
 
 def fill(model, seed=0):
@@ -37,9 +34,9 @@ def fill(model, seed=0):
             b.copy_(torch.randn(b.shape, generator=generator) * 0.1)
 
 
-@pytest.mark.parametrize("symbol", ADAPTED)
-def test_every_layer_kind_is_adapted_and_merges(symbol):
-    model = small_model(symbol, **FIELDS.get(symbol, {}))
+@pytest.mark.parametrize("pattern", ADAPTED)
+def test_every_layer_kind_is_adapted_and_merges(pattern):
+    model = small_model(pattern, **FIELDS.get(pattern, {}))
     tokens = random_tokens(1, 20)
     base = model(tokens)
     names = add_adapters(model, LoraFields(rank=3, alpha=6.0))

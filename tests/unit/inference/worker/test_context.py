@@ -17,7 +17,7 @@ def answer_logits(engine, prompts):
     return [torch.stack([row for one, _, row in recorder.rows if one is r]) for r in requests]
 
 
-@pytest.mark.parametrize("pattern", [*"*WL+MSGKCHZEBPQRUV-", "MG*-W-"])
+@pytest.mark.parametrize("pattern", [*"*WL+MSGKCHZEBPQRUV-", "SJ", "MG*-W-"])
 def test_logits_of_eight_are_to_the_bit_those_of_one_alone(pattern):
     model = tiny_model(pattern, num_moe_experts=4, moe_router_topk=4)
     together = answer_logits(tiny_engine(model), PROMPTS)

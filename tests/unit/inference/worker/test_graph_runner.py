@@ -42,7 +42,7 @@ def test_sizes_are_few_and_little_of_a_step_is_filled_up(most):
 
 @pytest.mark.parametrize(
     "pattern",
-    matrix_rows(["M*SGCW-", "+E", "K-", "H", "L-", "Z", "P*", "B", "QRUV"], "M*SGCW-", "+E"),
+    matrix_rows(["M*SGCW-", "+E", "K-", "H", "L-", "Z", "P*", "B", "QRUV", "SJ"], "M*SGCW-", "+E"),
 )
 def test_replayed_decodes_give_the_tokens_of_launched_ones(pattern):
     """Greedy and drawn ones, of requests that end at different steps, in every kind of layer."""
@@ -60,7 +60,8 @@ def test_replayed_decodes_give_the_tokens_of_launched_ones(pattern):
 
 
 @pytest.mark.parametrize(
-    "pattern", matrix_rows(["M*GW-", "S*C", "+E", "K-", "H", "L-", "Z", "P*", "B", "QRUV"], "M*GW-")
+    "pattern",
+    matrix_rows(["M*GW-", "S*CJ", "+E", "K-", "H", "L-", "Z", "P*", "B", "QRUV"], "M*GW-"),
 )
 def test_replayed_decodes_with_drafts_give_the_tokens_of_launched_ones(pattern):
     """Requests with all drafts, with some and with none in a step, right ones and wrong ones; what

@@ -14,6 +14,7 @@ from megatron_hybrid.compat import TransformerConfig
 from megatron_hybrid.models.config import unsupported
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.config.moe import DenseAndExpertsFields
+from megatron_hybrid.models.config.recurrent import GatedMemoryFields
 from megatron_hybrid.models.layer_pattern import LAYER_KINDS
 from megatron_hybrid.ops.activations import ACTIVATIONS
 
@@ -248,7 +249,7 @@ def test_each_field_that_core_has_not_is_saved_or_of_one_run():
 
 def test_each_group_of_a_layer_kind_is_part_of_the_config():
     groups = {group for kind in LAYER_KINDS.values() for group in kind.fields}
-    without_fields = {DenseAndExpertsFields}
+    without_fields = {DenseAndExpertsFields, GatedMemoryFields}
     assert groups - set(HybridConfig.__mro__) == without_fields
 
 

@@ -11,6 +11,11 @@ REFUSED = {
         ({"mamba1_num_heads": 2, "mamba1_norm": "weighted"}, "mamba1_norm is 'weighted'"),
         ({"mamba1_inner_size": 95, **TWO}, "mamba1_inner_size is 95, which does not divide evenly"),
     ],
+    "J": [({}, "layer 1 .J. reads the last Mamba-1 layer .S. before it")],
+    "SJ": [
+        ({"layer_overrides": {"J": {"mamba1_inner_size": 64}}}, "same mamba1_inner_size=64"),
+        ({"pipeline_model_parallel_size": 2}, "on the one pipeline stage"),
+    ],
     "C": [
         ({"hidden_size": 49, "tensor_model_parallel_size": 2}, "hidden_size is 49, which does not"),
     ],
@@ -27,6 +32,7 @@ REFUSED = {
     ],
     "*": [
         ({"keys_as_values": True, "value_channels": 6}, "value_channels is 6, but keys_as_values"),
+        ({"differential_lambda": 0.3}, "differential_lambda is 0.3, which needs an even"),
         ({"query_rank": 5}, "query_rank is 5, which needs num_query_groups=1"),
     ],
     "+": [

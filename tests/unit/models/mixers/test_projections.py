@@ -52,10 +52,5 @@ def test_fused_gradients_of_copies_are_refused():
     config = SimpleNamespace(gradient_accumulation_fusion=True, init_method=None, hidden_size=8)
     with pytest.raises(ValueError, match="gradient_accumulation_fusion=True does not sum"):
         build_input_projection(
-            LocalColumnLinear,
-            config,
-            (8, 4),
-            SimpleNamespace(tp=group),
-            comm_buffer="qkv",
-            copies=(1, 2),
+            LocalColumnLinear, config, (8, 4), SimpleNamespace(tp=group), copies=(1, 2)
         )
