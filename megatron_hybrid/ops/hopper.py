@@ -9,9 +9,9 @@ iteration:
   the wait: whole rows become NaN. megatron-core's `chunk_scan` is so, with Triton 3.6 and 3.7.
 - If there are eight warps, each four wait for their own products alone, up to Triton 3.7.
 
-So our kernels multiply by wgmma with four warps, and make factors after the wait; the tests look
-at what was compiled (`tests/helpers/wgmma.py`). Configs of megatron-core that can race are left
-out, though an H200 showed none of them wrong.
+So our kernels multiply by wgmma with four warps, or without stages, and make factors after the
+wait; the tests look at what was compiled (`tests/helpers/wgmma.py`). Configs of megatron-core that
+can race are left out, though an H200 showed none of them wrong.
 """
 
 from __future__ import annotations

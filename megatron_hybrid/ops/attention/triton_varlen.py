@@ -241,7 +241,7 @@ class _Gradient(torch.autograd.Function):
         layout, pattern = ctx.layout, ctx.pattern
         (T, H, D), (_, K, P) = inputs[0].shape, inputs[2].shape
         # As many as registers of sm_90 hold, by the compiler's numbers.
-        block = 16 if grad_THP.element_size() == 4 else 64 if max(D, P) <= 128 else 32
+        block = 64 if grad_THP.element_size() == 2 and max(D, P) <= 128 else 16
 
         def make() -> list[Tensor]:
             tiles = [

@@ -245,6 +245,7 @@ def _differentiable(*given: Any) -> Tensor:
 
     x_TC, weight_CK, bias_C, _, layout, activation = given
     x_1TC = rows_between(x_TC, 0, layout.num_tokens)[None]
+    x_1TC = x_1TC if x_1TC.stride(-1) == 1 else x_1TC.contiguous()
     bounds = library_bounds(layout, x_TC.device)
     convolve = checked(causal_conv1d, x=2)
     y_1TC, _ = convolve(x_1TC, weight_CK, bias_C, activation=activation, **bounds)

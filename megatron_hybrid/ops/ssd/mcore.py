@@ -119,7 +119,8 @@ def _differentiable(*given: Any) -> Tensor:
     x, dt, A_H, B, C, D_H, _, layout, _ = given
     x, dt, B, C = (rows_between(t, 0, layout.num_tokens)[None] for t in (x, dt, B, C))
     B, C = (t.repeat_interleave(x.shape[2] // t.shape[2], 2) for t in (B, C))
-    added, bounds = (dt.unsqueeze(-1) * x).to(x.dtype), library_bounds(layout, x.device)
+    added = (dt.unsqueeze(-1) * x).to(x.dtype).contiguous()
+    bounds = library_bounds(layout, x.device)
     decays, attend = dt.float() * A_H.float(), checked(chunk_simple_gla)
     y_1THP, _ = attend(C, B, added, decays, scale=1.0, **bounds)
     y_1THP = (y_1THP + D_H.float()[:, None] * x).to(x.dtype)
