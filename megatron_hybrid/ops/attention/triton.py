@@ -95,6 +95,7 @@ def attention_kernel(
     SKIPS_FIRST: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -147,7 +148,8 @@ def attention_kernel(
         # loops keep would spill.
         whole = tl.minimum(start + first // GROUP + 1, high) // BLOCK_N * BLOCK_N
         whole = tl.maximum(begin, whole)
-    table_row = table_ptr + sequence * stride_table_row
+    if HAS_TABLE:
+        table_row = table_ptr + sequence * stride_table_row
     factor = _LOG2_E
     if not HAS_SOFTCAP:
         factor *= scale
@@ -159,7 +161,9 @@ def attention_kernel(
         for j0 in range(first_key, last_key, BLOCK_N):
             j = j0 + tl.arange(0, BLOCK_N)
             known = (j >= low) & (j < high)
-            if B % BLOCK_N == 0:  # all keys of a block are in one page
+            if not HAS_TABLE:  # what is not known is read in the place of the last key
+                page, in_page = row + tl.minimum(j, high - 1), 0
+            elif B % BLOCK_N == 0:  # all keys of a block are in one page
                 page = tl.load(table_row + j0 // B * stride_table_column).to(tl.int64)
                 in_page = j0 % B + tl.arange(0, BLOCK_N)
             else:
@@ -318,14 +322,18 @@ def run(
     q_THD: Tensor,
     k_pages_nBKD: Tensor,
     v_pages_nBKP: Tensor,
-    block_table_RM: Tensor,
+    block_table_RM: Tensor | None,
     layout: RaggedLayout,
     pattern: AttentionPattern,
     sinks_H: Tensor | None = None,
     takes_whole: bool = True,
 ) -> Tensor:
-    """See `ops.paged_attention`. takes_whole: whether rows of sequences with many new tokens are
-    written, too."""
+    """See `ops.paged_attention`.
+
+    Args:
+        block_table_RM: None: each token is a page, in the place of its query.
+        takes_whole: whether rows of sequences with many new tokens are written, too.
+    """
     (T, H, D), (_, B, K, P) = q_THD.shape, v_pages_nBKP.shape
     out_THP = q_THD.new_empty(T, H, P)
     out_THP[layout.num_tokens :] = 0
@@ -349,6 +357,7 @@ def run(
             SKIPS_FIRST=pattern.skips_first,
             HAS_SOFTCAP=pattern.softcap is not None,
             HAS_SINKS=sinks_H is not None,
+            HAS_TABLE=block_table_RM is not None,
             SPLIT=few,
             **constants,
         )

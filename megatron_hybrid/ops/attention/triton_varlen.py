@@ -208,15 +208,13 @@ def run(
 ) -> Tensor:
     """See `ops.varlen_attention`."""
 
-    def make() -> tuple[RaggedLayout, Tensor]:
-        R, most = layout.num_sequences, max(layout.lengths)
-        rows = SequenceTable.of(layout, q_THD.device).boundaries[:R, None]
-        table_RM = rows + torch.arange(most, dtype=torch.int32, device=q_THD.device)
-        return RaggedLayout(layout.lengths, (0,) * R, num_padding=layout.num_padding), table_RM
+    def from_zero() -> RaggedLayout:
+        starts = (0,) * layout.num_sequences
+        return RaggedLayout(layout.lengths, starts, num_padding=layout.num_padding)
 
-    whole, table_RM = layout.cached(("pages of one token", q_THD.device), make)
+    whole = layout.cached("from position 0", from_zero)
     pages = k_TKD.unsqueeze(1), v_TKP.unsqueeze(1)
-    return run_paged(q_THD, *pages, table_RM, whole, pattern, sinks_H)
+    return run_paged(q_THD, *pages, None, whole, pattern, sinks_H)
 
 
 def again(*_: Any) -> Callable[..., Tensor]:

@@ -121,7 +121,7 @@ def _differentiable(*given: Any) -> Tensor:
     B, C = (t.repeat_interleave(x.shape[2] // t.shape[2], 2) for t in (B, C))
     added = (dt.unsqueeze(-1) * x).to(x.dtype).contiguous()
     bounds = library_bounds(layout, x.device)
-    decays, attend = dt.float() * A_H.float(), checked(chunk_simple_gla)
+    decays, attend = (dt.float() * A_H.float()).contiguous(), checked(chunk_simple_gla)
     y_1THP, _ = attend(C, B, added, decays, scale=1.0, **bounds)
     y_1THP = (y_1THP + D_H.float()[:, None] * x).to(x.dtype)
     return pad_rows(y_1THP[0], layout)
