@@ -1,7 +1,5 @@
 """Megatron's DynamicInferenceEngine, over ours."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

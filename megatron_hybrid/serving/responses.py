@@ -3,8 +3,6 @@
 An answer's output is a list of items: reasoning, a message, calls of functions, as they come.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from base64 import b64decode, b64encode

@@ -1,7 +1,5 @@
 """A patch of megatron-core's saves: writers are threads, and no process passes on their results."""
 
-from __future__ import annotations
-
 import multiprocessing.dummy
 import os
 import pickle

@@ -4,8 +4,6 @@ A page holds whole "pairs": K and V of one layer for one block of tokens. Kernel
 to be contiguous.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

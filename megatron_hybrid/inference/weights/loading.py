@@ -4,8 +4,6 @@ Tensors are whole and named as in a checkpoint, ours or Hugging Face's; each ran
 of them by the maps that load checkpoints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 
 import torch

@@ -1,8 +1,6 @@
 """Updates of a model's weights. However new weights come, a WeightUpdate takes them, on all ranks;
 WeightUpdates knows what an engine may do meanwhile and afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial

@@ -1,7 +1,5 @@
 """The memory of the largest step, measured by running it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 
