@@ -3,8 +3,6 @@
 python tests/helpers/server_soak.py [SECONDS] [CLIENTS]     # 300 and 200
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
