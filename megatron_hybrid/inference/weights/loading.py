@@ -59,10 +59,6 @@ class WeightLoader:
         """Takes a tensor that was checked, and writes it as soon as all are there that belong to
         it."""
 
-    def begin_all(self) -> None:
-        """Note that all of the model is about to be written."""
-        self.begun |= self.of_all.keys()
-
     def dtype(self, name: str) -> torch.dtype | None:
         """Dtype that a given tensor has in this rank's part of the model; None: it is not there."""
         number, _ = self.names.find(name) or (None, name)

@@ -133,7 +133,7 @@ class WeightUpdate:
         raise self._explained(CheckpointError(text))
 
     def _write_packed(self, write: Callable[[], None]) -> None:
-        self._loader.begin_all()
+        self._loader.begun |= self._loader.of_all.keys()
         with self._ranks.raise_on_all(_WRITING):
             write()
 
