@@ -340,7 +340,8 @@ def _joined(messages: Iterator[Json], note: Callable[[str], None]) -> Iterator[J
     """Join what the model said in a row into one message: its reasoning, a text, calls. Reasoning
     alone is left out. note: takes what is left out."""
     last: Json = {}
-    for message in (*messages, {"role": None}):  # the last one ends what was said before
+    end: Json = {"role": None}  # of what was said before
+    for message in (*messages, end):
         follows = last.get("role") == message["role"] == "assistant"
         new_text = "content" in message and last.keys() & {"content", "tool_calls"}
         if follows and not (new_text or "reasoning" in message):
