@@ -1,7 +1,5 @@
 """Admitter: gives a request its lease, if it fits and pays off."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_hybrid.cache.eviction import Evictor

@@ -1,7 +1,5 @@
 """CacheContents: what a cache holds, read by the tiers below it and by those who draw it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -4,8 +4,6 @@ The policy chooses the victim (policy/protocol.py); this file evicts it. Keys ar
 value, last use); the least key is evicted first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import chain
 

@@ -1,7 +1,5 @@
 """ExpectedRequests: what waiting requests are to resume from has a known use."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`explain`: the match of a prompt in words, the states on its path, and the miss reason."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from textwrap import wrap
 

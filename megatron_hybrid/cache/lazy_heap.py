@@ -1,7 +1,5 @@
 """LazyHeap: a heap of items whose keys change."""
 
-from __future__ import annotations
-
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """CacheListener: callbacks for what a cache publishes and evicts."""
 
-from __future__ import annotations
-
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge
 from megatron_hybrid.cache.pages.lease import Lease
 

@@ -1,7 +1,5 @@
 """Matching: shared and skipped tokens of a prompt (q and p), and the miss reason. Read-only."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args

@@ -7,8 +7,6 @@ Page counts follow from the leases, their reservations and the tree. An operatio
 rolled back by a recount (`rolled_back`).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence

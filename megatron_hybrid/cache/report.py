@@ -1,7 +1,5 @@
 """PrefixReport of one request, miss reasons, and the counters of the whole cache."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 

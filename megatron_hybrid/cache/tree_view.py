@@ -1,7 +1,5 @@
 """TreeChanges: the index as plain data, or what has changed in it, for drawing it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """WantedStates: the positions of running requests whose states are saved, or only watched."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from megatron_hybrid.cache.eviction import Evictor

@@ -1,8 +1,6 @@
 """CallLog: the calls that a rank has made since all ranks were last known to agree, and a digest of
 all of them that tells whether they still do."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from itertools import zip_longest

@@ -4,8 +4,6 @@ Either all ranks make the same calls in the same order, and nothing is sent for 
 rank leads: it alone makes calls, and tells them to the others, which follow.
 """
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping

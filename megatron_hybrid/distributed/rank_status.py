@@ -1,7 +1,5 @@
 """Reports where a rank is in a call, and which ranks keep the others waiting."""
 
-from __future__ import annotations
-
 import os
 import sys
 import sysconfig

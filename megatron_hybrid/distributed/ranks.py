@@ -6,8 +6,6 @@ values are small and in host memory. They travel over sockets between the first 
 one: that needs no process group of its own, and a rank may wait for the first one without limit.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import secrets

@@ -4,8 +4,6 @@ A collective that a rank has left would never end. So whoever is inside one then
 where nothing wakes it, ends its process with a message.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

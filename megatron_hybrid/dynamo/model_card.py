@@ -1,8 +1,6 @@
 """Folders that tell NVIDIA Dynamo's frontend of a model: config.json and the tokenizer, in the form
 of Hugging Face."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

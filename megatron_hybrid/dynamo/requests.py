@@ -4,8 +4,6 @@ A request becomes one of /v1/completions with token ids: so it is checked, and r
 other one of the server. Dynamo need not be installed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice

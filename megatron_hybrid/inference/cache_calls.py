@@ -1,7 +1,5 @@
 """CacheCalls: the calls of an engine that suspend it, and that save or clear its cache."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from os import PathLike
 

@@ -1,7 +1,5 @@
 """InferenceConfig: the settings of an engine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Annotated, Literal, get_args

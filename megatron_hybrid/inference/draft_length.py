@@ -10,8 +10,6 @@ A CUDA graph of steps with drafts has all their rows, whatever they hold: there 
 step costs almost all, and whether to draft is one choice for all decodes together.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Collection
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """EngineParts: what an engine is made of, and how it is made."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Inspection: what an engine holds and does, as plain data. Nothing here changes it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """LiveRequests: the requests of an engine from their arrival to their end, and their outputs."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack

@@ -1,8 +1,6 @@
 """Calls of an engine over several ranks: all of them make the same ones, or the first one leads and
 the others follow."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Comparisons between the ranks of an engine, which name the first difference."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields

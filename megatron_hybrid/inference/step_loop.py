@@ -1,7 +1,5 @@
 """StepLoop: runs steps, and tells after a failed one which requests it is blamed on."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator

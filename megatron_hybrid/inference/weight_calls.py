@@ -1,7 +1,5 @@
 """WeightCalls: the calls of an engine that change the weights, or give their memory back."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any

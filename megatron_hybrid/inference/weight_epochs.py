@@ -1,7 +1,5 @@
 """Epochs: the weights that cached content belongs to, and what is dropped when they change."""
 
-from __future__ import annotations
-
 import logging
 
 from megatron_hybrid.inference.config import InferenceConfig

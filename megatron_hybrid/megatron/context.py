@@ -1,7 +1,5 @@
 """Megatron's DynamicInferenceContext: a config until an engine uses it, then a view of that."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Megatron's GPTInferenceWrapper and TextGenerationController: carriers of model and tokenizer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -4,8 +4,6 @@ The coordinator is a process of core's, and so are its clients. What is ours is 
 engine: it takes requests and signals from the coordinator, steps, and replies.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import multiprocessing

@@ -1,7 +1,5 @@
 """Megatron's DynamicInferenceEngine, over ours."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging
@@ -418,8 +416,7 @@ class DynamicInferenceEngine:
         """The step of older scripts: (active requests, finished requests, seconds)."""
         result = self.step_modern()
         active = [self.get_request(request_id) for request_id in result["active_request_ids"]]
-        finished = [record.merge() for record in result["finished_request_records"]]
-        return active, finished, result["step_time"]
+        return active, result["finished_requests"], result["step_time"]
 
     step = step_legacy
 

@@ -1,7 +1,5 @@
 """Megatron's errors of requests that do not fit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any

@@ -1,7 +1,5 @@
 """Puts our names in the place of megatron-core's, for scripts that run unchanged."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from importlib import import_module

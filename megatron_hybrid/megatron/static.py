@@ -1,7 +1,5 @@
 """Names of Megatron's static engine, which ends a whole batch before the next one: refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -5,8 +5,6 @@ processes. `synchronous` is FULL: a committed transaction survives a power failu
 dropped record could come back after its pages were overwritten.
 """
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

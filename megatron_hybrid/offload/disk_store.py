@@ -9,8 +9,6 @@ only pending writes. Every record has a checksum; damaged ones are logged and ne
 includes the fingerprint, so bytes from other weights never match.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -1,7 +1,5 @@
 """HostStore: the bytes of the host tier's records, in host memory."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 
 from megatron_hybrid.offload.page_mover import HostPages

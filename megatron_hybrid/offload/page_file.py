@@ -1,7 +1,5 @@
 """PageFile: numbered pages in one file that one process has locked."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import Iterator, Sequence

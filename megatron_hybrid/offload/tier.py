@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_hybrid.cache.lazy_heap import Key, LazyHeap
@@ -29,41 +30,31 @@ LOST = object()
 """Stands for bytes that were lost for lack of memory."""
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Record:
     """One block or one state."""
 
-    __slots__ = (
-        "cost_bytes",
-        "is_state",
-        "key",
-        "num_bytes",
-        "num_children",
-        "parent",
-        "pins",
-        "position",
-        "priority",
-        "queued",
-        "saved_work",
-        "states_at",
-        "uses",
-    )
+    key: bytes
+    parent: Record | None
+    """The block before it; None: it is the first block."""
+    position: int
+    """Tokens up to its end."""
+    num_bytes: int
+    is_state: bool
+    saved_work: float = 0.0
+    """Work to redo without it (`CacheSpec.work`)."""
+    cost_bytes: int = field(init=False)
+    """Its own, and of the blocks that were added with it."""
+    uses: int = 1
+    priority: float = 0.0
+    num_children: int = 0
+    states_at: dict[int, int] = field(default_factory=dict)
+    """Position -> number of child states there."""
+    pins: int = 0
+    queued: Key | None = None
 
-    def __init__(
-        self, key: bytes, parent: Record | None, position: int, num_bytes: int, is_state: bool
-    ):
-        self.key = key
-        self.parent = parent  # the block before it; None: it is the first block
-        self.position = position  # tokens up to its end
-        self.num_bytes = num_bytes
-        self.is_state = is_state
-        self.saved_work = 0.0  # work to redo without it (`CacheSpec.work`)
-        self.cost_bytes = num_bytes  # its own, and of the blocks that were added with it
-        self.uses = 1
-        self.priority = 0.0
-        self.num_children = 0
-        self.states_at: dict[int, int] = {}  # position: number of child states there
-        self.pins = 0
-        self.queued: Key | None = None
+    def __post_init__(self):
+        self.cost_bytes = self.num_bytes
 
     def chain(self) -> list[Record]:
         """Return the blocks from the first one to this record, itself included if it is a block."""

@@ -1,7 +1,5 @@
 """Admission: how many requests generate at a time, and their end."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The routes."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

@@ -1,7 +1,5 @@
 """API keys: who may ask, and who shares cached prefixes."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 from collections.abc import Mapping

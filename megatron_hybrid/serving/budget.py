@@ -4,8 +4,6 @@ A body is measured before anything is made of it. Its texts are measured by the 
 `limited_to` the context: all routes tokenize by that one.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_hybrid.serving.errors import ApiError

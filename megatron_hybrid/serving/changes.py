@@ -3,8 +3,6 @@
 Each change is said in the answer's header X-Request-Changes and in the log, and by /cache/explain.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """ServingConfig: the settings of the server."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

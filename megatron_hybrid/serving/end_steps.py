@@ -1,7 +1,5 @@
 """Steps of the end of a server: each has its time, and one that fails does not stop the next."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

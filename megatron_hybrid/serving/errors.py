@@ -1,7 +1,5 @@
 """ApiError: a refusal as OpenAI's clients read it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

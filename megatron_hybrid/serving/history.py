@@ -1,7 +1,5 @@
 """History: the counters of the last day, for plots over time."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Memory that requests have freed goes back to the system while none runs."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 from functools import partial

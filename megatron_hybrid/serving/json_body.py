@@ -1,7 +1,5 @@
 """Read JSON bodies by pydantic_core, and refuse what cannot be written as JSON again."""
 
-from __future__ import annotations
-
 import codecs
 import json
 import math

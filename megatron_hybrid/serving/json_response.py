@@ -1,8 +1,6 @@
 """json_response: bodies of any size, without a wait of the event loop; and the threads for jobs
 with long texts."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

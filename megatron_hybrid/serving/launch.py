@@ -1,7 +1,5 @@
 """The ranks of a server: how many its layout needs, and their processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

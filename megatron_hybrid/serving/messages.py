@@ -3,8 +3,6 @@
 An answer's content is a list of blocks: thinking, text, uses of tools, as they come.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Origins: which web pages may call the server where no API key keeps strangers out."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterable
 from ipaddress import ip_address

@@ -1,7 +1,5 @@
 """The page at `/`, and what it shows: requests, the tree of cached prefixes, the last day."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Requests to prompts and sampling parameters: tokenizing, in a thread next to the event loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any

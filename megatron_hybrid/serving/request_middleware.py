@@ -1,8 +1,6 @@
 """RequestMiddleware: what every request of HTTP passes: its id, its key or its origin, the limit of
 its body, a line in the log."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

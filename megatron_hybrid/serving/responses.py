@@ -3,8 +3,6 @@
 An answer's output is a list of items: reasoning, a message, calls of functions, as they come.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from base64 import b64decode, b64encode
@@ -342,7 +340,8 @@ def _joined(messages: Iterator[Json], note: Callable[[str], None]) -> Iterator[J
     """Join what the model said in a row into one message: its reasoning, a text, calls. Reasoning
     alone is left out. note: takes what is left out."""
     last: Json = {}
-    for message in messages:
+    end: Json = {"role": None}  # of what was said before
+    for message in (*messages, end):
         follows = last.get("role") == message["role"] == "assistant"
         new_text = "content" in message and last.keys() & {"content", "tool_calls"}
         if follows and not (new_text or "reasoning" in message):
@@ -354,10 +353,6 @@ def _joined(messages: Iterator[Json], note: Callable[[str], None]) -> Iterator[J
         elif last.get("reasoning"):
             note("left out reasoning that no text or call follows")
         last = message
-    if last.keys() & {"content", "tool_calls"}:
-        yield last
-    elif last.get("reasoning"):
-        note("left out reasoning that no text or call follows")
 
 
 _MARK = "mh1."
@@ -412,14 +407,10 @@ class TextLogProbs:
         self._waiting: list[tuple[int, Json]] = []  # where a token begins, and what is said of it
         self._written, self._end = bytearray(), 0
 
-    def add(
-        self,
-        tokens: Sequence[int],
-        values: Sequence[float] | None,
-        tops: Sequence[dict[int, float]] | None,
-    ) -> None:
-        """Take note of tokens. values, tops: see `Answer.logprobs`."""
-        found = self._answer.logprobs(tokens, values, tops, 0)
+    def add(self, said: GenerationResult | RequestOutput) -> None:
+        """Take note of tokens."""
+        given = said.token_ids, said.log_probs, said.top_n_logprobs
+        found = self._answer.logprobs(*given, 0)
         for entry in [] if found is None else found["content"]:
             self._waiting.append((len(self._written), entry))
             self._written += bytes(entry["bytes"])
@@ -453,7 +444,7 @@ class ResponseAnswer(EventAnswer):
     def whole(self, results: Sequence[GenerationResult]) -> Json:
         """The body. results: one."""
         (result,) = results
-        self._log_probs.add(result.token_ids, result.log_probs, result.top_n_logprobs)
+        self._log_probs.add(result)
         self._grow(result.text or "", result.finish_reason)
         return self._body(self._status, [result.prefix], len(result.token_ids))
 
@@ -464,7 +455,7 @@ class ResponseAnswer(EventAnswer):
             body = self._body("in_progress", [], 0)
             kinds = ("created", "in_progress")
             events = [self._event(f"response.{kind}", response=body) for kind in kinds]
-        self._log_probs.add(output.token_ids, output.log_probs, output.top_n_logprobs)
+        self._log_probs.add(output)
         events += self._grow(output.text, output.finish_reason)
         return b"".join(map(self.encode, events))
 

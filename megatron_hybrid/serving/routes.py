@@ -1,7 +1,5 @@
 """Routes that want a key, and the statuses of their errors, for /openapi.json."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

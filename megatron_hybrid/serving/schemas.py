@@ -1,7 +1,5 @@
 """Types of what routes answer: /openapi.json is made of them, and tests hold answers to them."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, NotRequired
 
 from pydantic import ConfigDict, NonNegativeInt, with_config

@@ -1,7 +1,5 @@
 """Service: one engine for the requests of HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

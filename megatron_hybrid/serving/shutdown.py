@@ -1,7 +1,5 @@
 """The end of a server, by signals or because a rank has failed."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Sequence

@@ -1,8 +1,6 @@
 """Clients that are slow, or gone: connections whose headers are too large, or whose headers or
 bodies do not arrive in time, are dropped, and work for a client that has gone ends."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

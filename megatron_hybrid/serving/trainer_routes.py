@@ -2,8 +2,6 @@
 are there only if they were asked for. Names, bodies and answers are vLLM's, where they mean the
 same."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from typing import Annotated, Literal
 

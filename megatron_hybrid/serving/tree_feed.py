@@ -1,7 +1,5 @@
 """TreeFeed: the tree of cached prefixes for pages that ask again and again what has changed."""
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from collections import OrderedDict

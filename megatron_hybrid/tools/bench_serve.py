@@ -4,8 +4,6 @@ Each request is a stream on a connection of its own, over asyncio's sockets: an 
 purposes would take more time for an event than a small model for its token.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """`megatron-hybrid chat`: a conversation in the terminal, and what each turn reused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 from megatron_hybrid.inference.engine import DynamicInferenceEngine

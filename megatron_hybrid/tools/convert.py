@@ -1,7 +1,5 @@
 """`megatron-hybrid convert`: between folders of Hugging Face, of Megatron-LM and of ours."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial

@@ -2,8 +2,6 @@
 
 It checks what loading checks, the numbers of all weights among it, and allocates no model."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping

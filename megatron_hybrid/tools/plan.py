@@ -4,8 +4,6 @@ from the headers of packed weights.
 The model is built on the meta device, for its cache requirements.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

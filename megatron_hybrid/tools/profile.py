@@ -4,8 +4,6 @@ The prompts are replayed without a model: through this project's cache, called a
 through models of other engines' documented rules (`tools/replay/rules.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path

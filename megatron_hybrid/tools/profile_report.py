@@ -1,7 +1,5 @@
 """The report of a profile, in tables."""
 
-from __future__ import annotations
-
 from textwrap import wrap
 
 import numpy as np

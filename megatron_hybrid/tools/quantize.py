@@ -6,8 +6,6 @@ for each expert, also where a folder in floating point has those of a layer in o
 transformers reads Qwen3.5's alone.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """Bounds of a model's speed on a device, by its rooflines: first token, prefill, decode."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from textwrap import wrap

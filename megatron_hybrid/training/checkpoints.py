@@ -5,8 +5,6 @@ crash at any moment leaves the checkpoints before it as they were. A file next t
 the sizes of all others; a folder that does not have them is torn, and passed over.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

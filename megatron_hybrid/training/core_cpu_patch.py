@@ -6,8 +6,6 @@ Core asks for a CUDA device in many places, though what it computes there runs a
 torch's own answers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """A patch of megatron-core's optimizers: states of 16-bit and fp32 parameters are saved right."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

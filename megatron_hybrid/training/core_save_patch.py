@@ -1,12 +1,11 @@
 """A patch of megatron-core's saves: writers are threads, and no process passes on their results."""
 
-from __future__ import annotations
-
 import multiprocessing.dummy
 import os
 import pickle
 import queue
 import tempfile
+from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -43,19 +42,12 @@ class SaveResults:
         return pickle.loads(data)
 
 
-class _Threads:
-    """Stands in for `multiprocessing` of core's writers, which are threads in newer releases,
-    too. It forks them where a thread of a queue has just begun: now and then one of them waits for
-    ever for a lock that no thread of it holds, and with it the whole run."""
-
-    @staticmethod
-    def get_context(_: str) -> Any:
-        return multiprocessing.dummy
-
-
 def patch_saves() -> None:
     """Let core save so in this process."""
     if hasattr(filesystem_async.FileSystemWriterAsync, "write_preloaded_data_multiproc"):
-        filesystem_async.mp = _Threads
+        # Writers are threads in newer releases, too. This one forks them where a thread of a queue
+        # has just begun: now and then one of them waits for ever for a lock that no thread of it
+        # holds, and with it the whole run.
+        filesystem_async.mp = SimpleNamespace(get_context=lambda _: multiprocessing.dummy)
     if vars(filesystem_async).get("_results_queue", "of another release") is None:
         filesystem_async._results_queue = SaveResults()

@@ -1,7 +1,5 @@
 """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """Base of a recipe's sections: plain dataclasses that check themselves."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping
 from contextlib import suppress

@@ -4,8 +4,6 @@ Activations are counted by `count_saved_bytes`, weights and what follows from th
 parameters. Buffers of collectives and the allocator's waste are not in it.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from dataclasses import dataclass

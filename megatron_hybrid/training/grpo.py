@@ -1,7 +1,5 @@
 """Group relative policy optimization (Shao et al. 2024, arXiv:2402.03300)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -4,8 +4,6 @@ They are parameters of the model, so megatron-core's data parallelism, optimizer
 checkpoints treat them as such; frozen weights have neither gradients nor states.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing

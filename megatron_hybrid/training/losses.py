@@ -1,7 +1,5 @@
 """Losses of a run, as functions of the log-probabilities that the model gives to the labels."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate

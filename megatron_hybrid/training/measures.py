@@ -1,7 +1,5 @@
 """What a run measures between two reports: losses, speed, work."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping

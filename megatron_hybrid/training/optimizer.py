@@ -1,7 +1,5 @@
 """Optimizers of megatron-core over a model, and the schedules of their rates."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

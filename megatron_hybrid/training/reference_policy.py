@@ -1,7 +1,5 @@
 """ReferencePolicy: the model that a run begins with, for losses that compare with it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Rollouts: completions that the model draws for prompts while it is trained, as batches."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """`megatron-hybrid train`: a recipe from its file to an exported model."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """RunLock: one run at a time in a folder."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

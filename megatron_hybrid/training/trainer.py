@@ -1,7 +1,5 @@
 """The training loop, over megatron-core's data parallelism, schedules, optimizers, checkpoints."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

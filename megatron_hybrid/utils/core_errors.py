@@ -1,7 +1,5 @@
 """What megatron-core refuses, in words: many of its checks are assertions, some without any."""
 
-from __future__ import annotations
-
 import ast
 import linecache
 from collections.abc import Iterator

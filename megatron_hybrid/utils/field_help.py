@@ -1,8 +1,6 @@
 """Sentences and defaults of a class's fields, read from its source: a command's help must not wait
 for torch."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """A progress bar for what takes seconds."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

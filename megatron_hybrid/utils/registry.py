@@ -1,7 +1,5 @@
 """Registry: classes of one kind by name, those of this package and those of others alike."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.metadata import entry_points

@@ -1,7 +1,5 @@
 """SIGINT and SIGTERM as a wish to end after the step under way."""
 
-from __future__ import annotations
-
 import math
 import signal
 import threading

@@ -1,7 +1,5 @@
 """The code blocks of a page of the docs."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is wrong in blocks of code, without running them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

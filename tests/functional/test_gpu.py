@@ -19,7 +19,7 @@ from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.memory.budget import available_bytes
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
-from megatron_hybrid.inference.worker import model_runner
+from megatron_hybrid.inference.worker.sampler import HostCopy
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.offload.page_mover import PageMover
@@ -108,7 +108,7 @@ def test_a_step_waits_for_the_device_once(monkeypatch, encoding):
         SamplingParams(num_tokens_to_generate=4),
     ]
     expected = engine.generate(prompts, params)  # kernels are compiled, tables are made
-    launch, to_host, num_waits = engine.runner.launch, model_runner.to_host, 0
+    launch, wait, num_waits = engine.runner.launch, HostCopy.wait, 0
 
     def checked(plan):
         torch.cuda.set_sync_debug_mode("error")
@@ -120,10 +120,10 @@ def test_a_step_waits_for_the_device_once(monkeypatch, encoding):
     def counted(copy):
         nonlocal num_waits
         num_waits += 1
-        return to_host(copy)
+        return wait(copy)
 
     monkeypatch.setattr(engine.runner, "launch", checked)
-    monkeypatch.setattr(model_runner, "to_host", counted)
+    monkeypatch.setattr(HostCopy, "wait", counted)
     again = engine.generate(prompts, params)
     assert 0 < num_waits <= engine.num_steps
     assert [len(r.token_ids) for r in again] == [len(r.token_ids) for r in expected]

@@ -3,8 +3,6 @@
 python tests/helpers/attacks.py
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Progress bars that nobody sees."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 

@@ -3,8 +3,6 @@
 Run it to write docs/reference/tool_calls.md again.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

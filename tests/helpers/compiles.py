@@ -6,8 +6,6 @@ Kernels by name: `made` while the engine is made, `later` by each kind of reques
 the first requests of an engine without a warm-up.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Large models cut down to what a test can train, with their kinds of layers and options."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

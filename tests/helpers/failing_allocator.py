@@ -6,8 +6,6 @@ allocate, and the chosen one of these lines raises before it runs. torch's opera
 by one: each that returns a new tensor is an allocation, and fails before it runs.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """FollowedTree: who asks for what has changed in a tree, and keeps the rest."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from megatron_hybrid.cache.prefix_cache import PrefixCache

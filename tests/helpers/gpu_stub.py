@@ -6,8 +6,6 @@ the machine's code, its shared memory and its grid are checked against the GPU's
 launch itself does nothing, so outputs keep what was in their memory before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import re

@@ -5,8 +5,6 @@ computing anything, and has to ask for the recorded operations at the recorded a
 reads anew from the host, a replay on a GPU would not see.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Finds calls that wait for a device: those that need the value of a tensor on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """A server of the demo model in a thread of this process."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -4,8 +4,6 @@ Kernels of Triton, whose interpreter is on, are counted and not run; each call o
 be a kernel is one launch.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

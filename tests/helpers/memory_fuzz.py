@@ -3,8 +3,6 @@
 `python tests/helpers/memory_fuzz.py --steps 100000` (`make soak`) prints what was lost: nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """A small call of every op, and the calls that differ from it by one in one size."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any

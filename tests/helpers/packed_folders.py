@@ -5,8 +5,6 @@ Each function takes a weight [out, in] and returns the tensors to store, by what
 the layer, and the numbers that they stand for in float64.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

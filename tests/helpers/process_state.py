@@ -1,7 +1,5 @@
 """What a process has globally: environment, warnings, logging, torch, threads, patched modules."""
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import gc

@@ -3,8 +3,6 @@
 Each `RecurrentOp` gives the tests one face for the ops that carry a state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

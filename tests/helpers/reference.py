@@ -53,6 +53,17 @@ def tiny_model(layer_pattern: str = ALL_MIXERS, seed: int = 0, **fields) -> Hybr
         return build_hybrid_model(config).eval()
 
 
+def fresh_model(layer_pattern: str = "MG*-", seed: int = 0, **fields) -> HybridModel:
+    """As `tiny_model`, but one that no other test has."""
+    return tiny_model.__wrapped__(layer_pattern, seed, **fields)
+
+
+def copy_of(model: HybridModel) -> HybridModel:
+    other = fresh_model(model.config.layer_pattern, params_dtype=model.config.params_dtype)
+    other.load_state_dict(model.state_dict())
+    return other
+
+
 def tiny_engine(model: HybridModel | None = None, tokenizer=None, **fields):
     """An engine with sizes for tests."""
     config = InferenceConfig(

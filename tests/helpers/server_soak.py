@@ -3,12 +3,9 @@
 python tests/helpers/server_soak.py [SECONDS] [CLIENTS]     # 300 and 200
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
-import resource
 import sys
 import time
 from collections import Counter
@@ -16,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import httpx
+import psutil
 from http_server import RunningServer, running_server
 
 from megatron_hybrid.inference.sampling_params import SamplingParams
@@ -139,12 +137,6 @@ class Client:
         assert answer.status_code in (status, REFUSED), answer.text
 
 
-def resident_bytes() -> int:
-    """Of this process, now."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
-
-
 async def load(url: str, expected: dict[str, str], seconds: float, count: int) -> Counter:
     """Run the clients. Returns their deeds, and `bytes` that the process has grown by since it was
     warm."""
@@ -155,8 +147,8 @@ async def load(url: str, expected: dict[str, str], seconds: float, count: int) -
         for client in clients:
             tasks.create_task(client.run(seconds, warm))
         await warm.wait()
-        begun = resident_bytes()
-    counts["bytes"] = resident_bytes() - begun
+        begun = psutil.Process().memory_info().rss
+    counts["bytes"] = psutil.Process().memory_info().rss - begun
     return counts
 
 

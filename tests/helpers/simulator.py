@@ -5,8 +5,6 @@ as in a causal model, where it is a function of just these. So a row that belong
 to another position, or to nobody any more is seen at once when it is read.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import lru_cache
 

@@ -1,10 +1,12 @@
 """Small random models for the tests of this folder."""
 
 import torch
+from torch import nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.layer_pattern import LAYER_KINDS
+from megatron_hybrid.training.lora import adapters_of
 
 ALL_MIXERS = "MG*-W-"
 ONE_OF_EACH = ["SJ" if symbol == "J" else symbol for symbol in LAYER_KINDS]
@@ -56,6 +58,13 @@ def small_config(pattern: str = ALL_MIXERS, **fields) -> HybridConfig:
 def small_model(pattern: str = ALL_MIXERS, **fields) -> HybridModel:
     """In eval mode."""
     return build_hybrid_model(small_config(pattern, **fields)).eval()
+
+
+def fill_adapters(model: HybridModel, std: float = 0.1, seed: int = 0) -> None:
+    """Give values to all B, which begin at 0."""
+    generator = torch.Generator().manual_seed(seed)
+    for projection in adapters_of(model).values():
+        nn.init.normal_(projection.lora.b, std=std, generator=generator)
 
 
 def random_tokens(*shape: int, vocab_size: int = 61) -> torch.Tensor:

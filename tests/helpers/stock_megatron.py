@@ -4,8 +4,6 @@ Their kernels (mamba_ssm, causal_conv1d, fla, Transformer Engine, CUDA) are repl
 float64 versions written here; everything else is theirs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

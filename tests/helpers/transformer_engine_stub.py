@@ -3,8 +3,6 @@
 They have the arguments, the parameter names and the extra state of those, and give the same values.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections.abc import Callable

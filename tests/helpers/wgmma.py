@@ -4,8 +4,6 @@ It reads what Triton's passes over GPU layouts leave ("ttgir"). There an asynchr
 `warp_group_dot`, and a `warp_group_dot_wait` waits until so many are pending.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ warm and over two ranks, or refused with a text that says what is missing.
 not run on a CPU writes by its functions of packing; see `write_folders.py`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

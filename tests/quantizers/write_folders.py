@@ -6,8 +6,6 @@ by the package, answer in fp32. A row that fails leaves `FOLDER/row/error.txt`. 
 process of its own: some packages patch transformers.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.metadata
 import json

@@ -410,7 +410,7 @@ def test_every_setting_of_the_server_has_an_option_that_reaches_it(monkeypatch):
         sys.exit()
 
     monkeypatch.setattr(config, "ServingConfig", note)
-    flags = [name for name, field in own.__dataclass_fields__.items() if field.type == "bool"]
+    flags = [name for name, field in own.__dataclass_fields__.items() if field.type is bool]
     options = [serve.SETTINGS[name][0] for name in flags]
     numbers = ["--max-waiting", "3", "--queue-timeout", "4", "--max-body-mib", "5"]
     with pytest.raises(SystemExit):

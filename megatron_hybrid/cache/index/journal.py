@@ -1,7 +1,5 @@
 """Journal: what has changed since a version, without a look at the rest."""
 
-from __future__ import annotations
-
 from collections import deque
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar

@@ -8,8 +8,6 @@ raised before any edge has changed: the tree stays valid, and its pages can be r
 (`num_holders`).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence

@@ -5,8 +5,6 @@ prefix: a tenant who knew could guess the prompts of other tenants, block by blo
 `explain` tell it, a request's own report does not.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import numpy as np

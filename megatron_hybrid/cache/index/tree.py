@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
 from enum import IntEnum
 from itertools import count
 from typing import NamedTuple
@@ -54,40 +55,37 @@ NO_ORIGIN = Origin()
 _numbers = count(1)
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Checkpoint:
     """A watched position: the record of its uses, and the pages of its state while that is stored.
     Without a state it is a ghost entry."""
 
-    __slots__ = (
-        "born",
-        "edge",
-        "kind",
-        "last_use",
-        "local_pages",
-        "origin",
-        "pages",
-        "position",
-        "queued",
-        "refused",
-        "tier_key",
-        "uses",
-        "waiting",
-        "was_stored",
-    )
+    edge: Edge | None
+    """None: the tokens were forgotten."""
+    position: int
+    kind: Kind
+    now: InitVar[int]
+    origin: Origin = NO_ORIGIN
+    """Of the first request that reached the position."""
+    pages: np.ndarray | None = None
+    """None: not stored."""
+    local_pages: Sequence[np.ndarray] = ()
+    was_stored: bool = False
+    tier_key: bytes | None = None
+    """Of its state in the tiers below, if it was offered."""
+    refused: bool = False
+    """Whether its state was wanted, but found no room."""
+    uses: int = 0
+    """Requests that it served."""
+    waiting: int = 0
+    """Requests that it is to serve, and that wait for a slot."""
+    born: int = field(init=False)
+    """In admitted requests, as `last_use`; see reuse.py."""
+    last_use: int = field(init=False)
+    queued: tuple | None = None
 
-    def __init__(self, edge: Edge, position: int, kind: Kind, now: int, origin: Origin = NO_ORIGIN):
-        self.edge: Edge | None = edge  # None: the tokens were forgotten
-        self.position = position
-        self.kind = kind
-        self.origin = origin  # of the first request that reached the position
-        self.pages: np.ndarray | None = None  # None: not stored
-        self.local_pages: Sequence[np.ndarray] = ()
-        self.was_stored = False
-        self.tier_key: bytes | None = None  # of its state in the tiers below, if it was offered
-        self.refused = False  # its state was wanted, but found no room
-        self.uses = self.waiting = 0  # requests that it served, and those that wait for a slot
-        self.born = self.last_use = now  # in admitted requests; see reuse.py
-        self.queued: tuple | None = None
+    def __post_init__(self, now: int):
+        self.born = self.last_use = now
 
     def page_lists(self) -> list[np.ndarray]:
         """Return its pages as flat arrays: one of the state, one per local group, no page twice."""
@@ -227,24 +225,18 @@ class Root(Edge):
         self.salt = salt
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Path:
     """The part of a token sequence that is in the tree. Valid until the tree changes."""
 
-    __slots__ = ("cuts", "depth", "edges", "known", "root")
-
-    def __init__(
-        self,
-        root: Edge | None,
-        edges: list[Edge],
-        depth: int,
-        known: int,
-        cuts: int = 0,
-    ):
-        self.root = root
-        self.edges = edges
-        self.depth = depth  # leading tokens whose KV is held
-        self.known = known  # leading tokens that are known; depth <= known
-        self.cuts = cuts  # `PrefixIndex._cuts` when the path was found
+    root: Edge | None
+    edges: list[Edge]
+    depth: int
+    """Leading tokens whose KV is held."""
+    known: int
+    """Leading tokens that are known; depth <= known."""
+    cuts: int = 0
+    """`PrefixIndex._cuts` when the path was found."""
 
     def left(self, limit: int) -> tuple[Edge, int] | None:
         """Return the edge that spans the last of the first `limit` known tokens of this path after

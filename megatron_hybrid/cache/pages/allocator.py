@@ -5,8 +5,6 @@ Two counts per page: references by requests (`ref_counts`), and references by th
 both are 0. Page 0 is the null page: it always exists and is never allocated.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 NULL_PAGE = 0

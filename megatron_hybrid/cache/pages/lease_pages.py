@@ -5,8 +5,6 @@ write (`open`, `grow`); local blocks that no later token sees are released (`rol
 pages (`release`). Callers check `has_room` before anything changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from operator import mul
 

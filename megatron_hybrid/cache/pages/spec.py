@@ -4,8 +4,6 @@ A page holds whole "pairs": K and V of one layer for one block of tokens. Kernel
 to be contiguous.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -101,8 +99,32 @@ class CacheSpec:
 
     @cached_property
     def page_bytes(self) -> int:
-        """Bytes of every page in the pool."""
-        return choose_page_bytes(self.groups, self.block_size_tokens)
+        """Bytes of every page in the pool.
+
+        One group: a block is one page. Several: a whole number of pairs of one group, such that a
+        block of every group fills whole pages. Of the sizes with at most MAX_PADDING in each group,
+        choose the one with the fewest pages (long tables cost time); if there is none, the one with
+        the least padding. The limit holds for each group, since requests decide how many blocks of
+        each there are.
+        """
+        if not self.groups:
+            return STATE_ONLY_PAGE_BYTES
+        pairs = [self.pair_bytes(i) for i in range(len(self.groups))]
+        layers = [group.num_layers for group in self.groups]
+
+        def cost(page_bytes: int) -> tuple[float, int]:
+            """Return the largest padding of any group, as a share of its bytes, and the pages of a
+            block of all groups."""
+            pages = [-(-n // (page_bytes // pair)) for n, pair in zip(layers, pairs)]
+            padding = max(
+                count * page_bytes / (n * pair) for count, n, pair in zip(pages, layers, pairs)
+            )
+            return padding - 1, sum(pages)
+
+        sizes = {k * pair for n, pair in zip(layers, pairs) for k in range(1, n + 1)}
+        sizes = [size for size in sizes if size >= max(pairs)]
+        small = [size for size in sizes if cost(size)[0] <= MAX_PADDING]
+        return min(small, key=lambda size: cost(size)[::-1]) if small else min(sizes, key=cost)
 
     def pair_bytes(self, group: int) -> int:
         """Return the bytes of K and V of one layer of the group, one block."""
@@ -296,32 +318,3 @@ def group_keys(groups: Sequence[KVGroup]) -> list[tuple]:
 def aligned(num_bytes: int) -> int:
     """Return num_bytes rounded up to the alignment of a checkpoint's parts."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def choose_page_bytes(groups: tuple[KVGroup, ...], block_size_tokens: int) -> int:
-    """Return the page size for these groups.
-
-    One group: a block is one page. Several: a whole number of pairs of one group, such that a block
-    of every group fills whole pages. Of the sizes with at most MAX_PADDING in each group, choose
-    the one with the fewest pages (long tables cost time); if there is none, the one with the least
-    padding. The limit holds for each group, since requests decide how many blocks of each there
-    are.
-    """
-    if not groups:
-        return STATE_ONLY_PAGE_BYTES
-    pairs = [group.bytes_per_token * block_size_tokens for group in groups]
-    layers = [group.num_layers for group in groups]
-
-    def cost(page_bytes: int) -> tuple[float, int]:
-        """Return the largest padding of any group, as a share of its bytes, and the pages of a
-        block of all groups."""
-        pages = [-(-n // (page_bytes // pair)) for n, pair in zip(layers, pairs)]
-        padding = max(
-            count * page_bytes / (n * pair) for count, n, pair in zip(pages, layers, pairs)
-        )
-        return padding - 1, sum(pages)
-
-    sizes = {k * pair for n, pair in zip(layers, pairs) for k in range(1, n + 1)}
-    sizes = [size for size in sizes if size >= max(pairs)]
-    small = [size for size in sizes if cost(size)[0] <= MAX_PADDING]
-    return min(small, key=lambda size: cost(size)[::-1]) if small else min(sizes, key=cost)

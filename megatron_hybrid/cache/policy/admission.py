@@ -4,8 +4,6 @@ Concurrent requests share the cost of a step, but their KV evicts states that wa
 resume from. With few running requests the first weighs more, with many the second.
 """
 
-from __future__ import annotations
-
 STEP_TOKENS = 200
 """Tokens that can be computed in the time in which a step reads all weights: FLOP per byte of
 memory traffic of accelerators, bf16 (A100 312 T / 2.0 T = 156, H200 989 T / 4.8 T = 206, H100 989 T

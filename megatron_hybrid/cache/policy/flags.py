@@ -1,7 +1,5 @@
 """The parts of the policy. Each can be left out, to measure its contribution."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

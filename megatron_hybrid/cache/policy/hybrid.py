@@ -1,7 +1,5 @@
 """HybridPolicy: placement and eviction by expected uses, which are learnt online."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

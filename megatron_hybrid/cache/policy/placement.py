@@ -3,8 +3,6 @@
 Pure functions. p: skipped tokens, L: tokens of the prompt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from megatron_hybrid.cache.index.tree import Kind

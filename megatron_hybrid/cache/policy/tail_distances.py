@@ -1,7 +1,5 @@
 """TailDistances: how far before the end of a prompt its successors leave it."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Iterator
 

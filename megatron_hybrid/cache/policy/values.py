@@ -5,8 +5,6 @@ value = expected uses per request (`ReuseModel`) x work to be done again without
 needs, unless a running request holds them.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge

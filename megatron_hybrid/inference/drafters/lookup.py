@@ -1,7 +1,5 @@
 """The drafter that looks the answer up, without a model."""
 
-from __future__ import annotations
-
 from megatron_hybrid.inference.drafters import Drafter, DraftSources, last_occurrence
 from megatron_hybrid.inference.requests.request import Request
 

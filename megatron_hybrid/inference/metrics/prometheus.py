@@ -3,8 +3,6 @@
 https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import accumulate
 from textwrap import wrap

@@ -1,7 +1,5 @@
 """RequestTracer: spans of requests for OpenTelemetry, sent to a collector."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

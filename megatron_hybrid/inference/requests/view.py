@@ -1,7 +1,5 @@
 """RequestView: a request at one moment as plain data, and the memory of those that ended."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterable

@@ -30,7 +30,7 @@ from megatron_hybrid.inference.scheduling.plan_builder import (
     tables_of,
 )
 from megatron_hybrid.inference.scheduling.short_prompts import ShortPrompts
-from megatron_hybrid.inference.scheduling.single_flight import SingleFlight
+from megatron_hybrid.inference.scheduling.single_flight import waits_for_prefill
 from megatron_hybrid.inference.scheduling.state_saver import StateSaver
 from megatron_hybrid.inference.scheduling.step_ahead import StepAhead
 from megatron_hybrid.inference.scheduling.step_plan import (
@@ -90,7 +90,6 @@ class Scheduler:
     ):
         self.cache = cache
         self.draft_planner = DraftPlanner(cache, drafts)
-        self._single_flight = SingleFlight(cache)
         self._states = StateSaver(cache, max_captures(cache.spec, max_requests, max_tokens))
         self.drafts_need_hidden = drafts_need_hidden
         self.fetches = fetches
@@ -147,7 +146,7 @@ class Scheduler:
         waits_for_tiers = self.fetches.is_busy or bool(self.waiting and self.fetches.tiers)
         if self._drew_again or self._suspects or waits_for_tiers or not self.ahead.may_follow(plan):
             return None
-        # Only `SingleFlight` waits for tokens that the current step computes.
+        # Only `waits_for_prefill` waits for tokens that the current step computes.
         is_shared = self.waiting and self.cache.mode == "memory_only"
         if is_shared and any(len(work.tokens) > 1 for work in plan.work):
             return None
@@ -183,7 +182,7 @@ class Scheduler:
             can_start = can_start and request.options.priority <= last_priority
             # Also for requests that cannot start yet: the running prefill must know their junction
             # early, and the disk is read meanwhile.
-            if self._single_flight.waits(request, self.running, builder.start_of):
+            if waits_for_prefill(self.cache, request, self.running, builder.start_of):
                 self.num_prefix_waits += 1
                 last_priority = min(last_priority, request.options.priority)  # equals overtake it
                 continue

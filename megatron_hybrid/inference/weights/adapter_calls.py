@@ -1,7 +1,5 @@
 """AdapterCalls: the adapters of an engine, for requests to choose from."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import Future
 

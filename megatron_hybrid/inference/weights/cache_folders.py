@@ -1,7 +1,5 @@
 """CacheFolders: folders of cached content, bound to the weights that computed it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path

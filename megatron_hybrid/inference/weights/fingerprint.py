@@ -1,7 +1,5 @@
 """Fingerprint of a model: hashes of weights, configuration and layout, which bind its cache."""
 
-from __future__ import annotations
-
 import json
 from hashlib import blake2b
 

@@ -4,8 +4,6 @@ Tensors are whole and named as in a checkpoint, ours or Hugging Face's; each ran
 of them by the maps that load checkpoints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -60,10 +58,6 @@ class WeightLoader:
         self.writes = _Pass(self, writes=True)
         """Takes a tensor that was checked, and writes it as soon as all are there that belong to
         it."""
-
-    def begin_all(self) -> None:
-        """Note that all of the model is about to be written."""
-        self.begun |= self.of_all.keys()
 
     def dtype(self, name: str) -> torch.dtype | None:
         """Dtype that a given tensor has in this rank's part of the model; None: it is not there."""

@@ -1,7 +1,5 @@
 """WeightMemory: gives the memory of a model's weights back for a while."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,8 +1,6 @@
 """Updates of a model's weights. However new weights come, a WeightUpdate takes them, on all ranks;
 WeightUpdates knows what an engine may do meanwhile and afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -135,7 +133,7 @@ class WeightUpdate:
         raise self._explained(CheckpointError(text))
 
     def _write_packed(self, write: Callable[[], None]) -> None:
-        self._loader.begin_all()
+        self._loader.begun |= self._loader.of_all.keys()
         with self._ranks.raise_on_all(_WRITING):
             write()
 

@@ -1,8 +1,6 @@
 """What a new engine allocates: sizes that all ranks agree on, and the pool in the memory that is
 left."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, replace
 

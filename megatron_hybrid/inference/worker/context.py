@@ -4,8 +4,6 @@ It lays out the tokens of a plan in rows (decodes first), gives the mixers their
 states, and keeps the states that they return. It decides nothing.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The memory of the largest step, measured by running it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 
@@ -34,8 +32,7 @@ def measured_step_bytes(
         RuntimeError: the device lacks the memory for the step.
     """
     runner = ModelRunner(model, context, None, "raw_logprobs", ranks)  # the plan has no fetch
-    sizes = context.max_requests, context.max_sequence_length
-    plan = _largest_plan(context.memory.spec, num_captures, max_tokens, *sizes)
+    plan = _largest_plan(context, num_captures, max_tokens)
     return peak_bytes(context.memory.device, partial(_run, runner, plan))
 
 
@@ -60,25 +57,17 @@ def _run(runner: ModelRunner, plan: StepPlan) -> None:
         runner.score(plan, logits_nV)
 
 
-def _largest_plan(
-    spec: CacheSpec,
-    num_captures: int,
-    max_tokens: int,
-    max_requests: int,
-    max_sequence_length: int,
-) -> StepPlan:
-    plan, left = StepPlan(), max_tokens
+def _largest_plan(context: DynamicInferenceContext, num_captures: int, max_tokens: int) -> StepPlan:
+    plan, left, longest = StepPlan(), max_tokens, context.max_sequence_length
     params = SamplingParams(return_log_probs=True)
-    tables = null_tables(spec, max_sequence_length)
-    for slot in range(max_requests):
-        count = min(left, max_sequence_length)
+    tables = null_tables(context.memory.spec, longest)
+    for slot in range(context.max_requests):
+        count = min(left, longest)
         if not count:
             break
-        start = max_sequence_length - count
+        start = longest - count
         saved = range(start + 1, start + count)[:num_captures]
-        work = Work(
-            slot, slot, start, np.zeros(count, np.int32), max_sequence_length, tables, count
-        )
+        work = Work(slot, slot, start, np.zeros(count, np.int32), longest, tables, count)
         if count > 1:
             work.scored = Scored(start + 1, [0] * (count - 1), params)
         work.saves = [Save(position, np.zeros(0, np.int32)) for position in saved]

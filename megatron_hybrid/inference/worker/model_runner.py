@@ -46,7 +46,6 @@ from megatron_hybrid.inference.worker.sampler import (
     raw_log_probs,
     sample,
     score,
-    to_host,
 )
 from megatron_hybrid.models.derived_weights import keep_derived, work_out_again
 from megatron_hybrid.models.hybrid_model import HybridModel
@@ -323,7 +322,7 @@ class ModelRunner:
                 tokens_n = sample(logits_nV, draws)
                 # Of those that would be drawn again, the likeliest token.
                 drafts.append(torch.where(tokens_n < 0, logits_nV.argmax(-1), tokens_n))
-        columns = to_host(HostCopy(drafts))
+        columns = HostCopy(drafts).wait()
         return [[column[i] for column in columns[:own]] for i, own in enumerate(most)]
 
     def _predicted(
@@ -407,7 +406,7 @@ class ModelRunner:
     def _read(self, launched: Launched) -> None:
         """Wait for what was drawn and scored, and copy it into the result."""
         plan, drawn, result = launched.plan, launched.drawn, launched.result
-        values = iter(to_host(launched.copy))
+        values = iter(launched.copy.wait())
         for request_id in launched.scores:
             log_probs, top_rows = next(values), _top_rows(values)
             result.prompt_scores[request_id] = PromptScores(log_probs, top_rows or [])
@@ -435,7 +434,7 @@ class ModelRunner:
             num_candidates *= 16
             logits_mV = drawn.logits_nV.index_select(0, to_device(rows, drawn.tokens_n.device))
             again = self._draw(logits_mV, [drawn.draws[row] for row in rows], num_candidates)
-            for row, own in zip(rows, again.sampled(iter(to_host(HostCopy(again.tensors()))))):
+            for row, own in zip(rows, again.sampled(iter(HostCopy(again.tensors()).wait()))):
                 sampled[row] = own
         return sampled
 

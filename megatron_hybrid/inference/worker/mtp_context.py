@@ -7,8 +7,6 @@ embeddings do not see the difference. The first token has no row, and no other t
 a state folds it in all the same, with a hidden state of zeros.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The drafter that runs the model's MTP head."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from megatron_hybrid.inference.config import InferenceConfig

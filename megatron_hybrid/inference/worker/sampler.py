@@ -8,7 +8,7 @@ request's draws, and all ranks of a tensor-parallel job draw the same tokens wit
 A token's noise does not depend on the others' logits: what leaves out tokens, or rounds logits,
 changes a draw only where it rules out the token or brings another one to the top.
 
-All rows are drawn on their device, without waiting for it: `to_host` is the one wait of a step.
+All rows are drawn on their device, without waiting for it: a step waits in `HostCopy.wait` alone.
 Shape letters: n rows, m of them together, g of those guided, V tokens of the vocabulary, c most
 likely, C candidates, B bytes of a bit for each token.
 """
@@ -428,15 +428,10 @@ class HostCopy:
             self._event.record()
 
     def wait(self) -> list[list]:
-        """The values, as nested lists."""
+        """The values, as nested lists: the one wait of a step."""
         if self._event is not None:
             self._event.synchronize()
         if len(self._tensors) == 1:
             return [self._values.tolist()]
         parts = self._values.split([tensor.numel() for tensor in self._tensors])
         return [p.to(t.dtype).view(t.shape).tolist() for p, t in zip(parts, self._tensors)]
-
-
-def to_host(copy: HostCopy) -> list[list]:
-    """Wait for the values of a copy: the one wait of a step."""
-    return copy.wait()

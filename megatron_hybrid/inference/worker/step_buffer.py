@@ -1,7 +1,5 @@
 """StepBuffer: the inputs of steps, written on the host, at addresses that never change."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from itertools import accumulate

@@ -6,8 +6,6 @@ launch all that later ones may, the largest of them first. They go the way of al
 slots that nobody has, the null page, and pages that are free.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator

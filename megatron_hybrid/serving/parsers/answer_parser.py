@@ -1,7 +1,5 @@
 """AnswerParser: takes reasoning and calls of functions out of a growing answer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

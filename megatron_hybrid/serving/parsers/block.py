@@ -1,7 +1,5 @@
 """Block: calls of functions at one place of a growing answer."""
 
-from __future__ import annotations
-
 from megatron_hybrid.serving.parsers.brackets import JSON_QUOTES, Brackets, any_of
 from megatron_hybrid.serving.parsers.dialect import (
     FENCE,

@@ -1,7 +1,5 @@
 """Brackets: follows brackets and texts through a growing answer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Chooses the dialect that a model writes: by name, or by its chat template."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

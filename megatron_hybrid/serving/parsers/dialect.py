@@ -1,7 +1,5 @@
 """Dialect: how a family of models writes calls of functions."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 Chat template of google/gemma-4-31B-it; https://ai.google.dev/gemma/docs/functiongemma.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 https://cookbook.openai.com/articles/openai-harmony
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """JSON that a model wrote, as text: nothing of it is lost, changed or read in two ways."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

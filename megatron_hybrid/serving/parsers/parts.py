@@ -1,7 +1,5 @@
 """What an answer consists of."""
 
-from __future__ import annotations
-
 import uuid
 from dataclasses import dataclass, field
 from typing import Any

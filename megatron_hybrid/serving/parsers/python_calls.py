@@ -1,7 +1,5 @@
 """Calls as programs in Python write them, to JSON."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

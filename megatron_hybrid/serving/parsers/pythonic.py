@@ -4,8 +4,6 @@ LFM2: https://docs.liquid.ai/lfm/key-concepts/tool-use; Olmo 3: a call a line; L
 https://www.llama.com/docs/model-cards-and-prompt-formats/.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """ReasoningFormat: how models write their reasoning."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """Parameters that a model wrote as bare text, to JSON: their types follow the tool's schema."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -7,8 +7,6 @@ chat templates of zai-org/GLM-4.5, zai-org/GLM-4.6 and zai-org/GLM-4.7. Step 3: 
 DeepSeek V3.2: encoding/README.md of deepseek-ai/DeepSeek-V3.2; V4 has another mark around calls.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Container, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Baseline: base class of the modelled caches. It grows the tree, then evicts to the budget."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

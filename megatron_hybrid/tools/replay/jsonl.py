@@ -13,8 +13,6 @@
 Other fields, null fields and empty lines are ignored.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

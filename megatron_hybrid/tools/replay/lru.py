@@ -1,7 +1,5 @@
 """LeastRecentlyUsed, plain LRU over KV blocks and states, and Ceiling, an infinite cache."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Ours: a replay through this project's `PrefixCache`, called as by its engine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

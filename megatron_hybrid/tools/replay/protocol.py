@@ -1,7 +1,5 @@
 """Interface between a replay and a cache manager."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """Request: one request of a trace."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

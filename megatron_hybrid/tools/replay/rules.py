@@ -5,8 +5,6 @@ installable engines. One pool holds KV and exact states. KV of local attention (
 cached like that of full attention, and can be resumed from at every block end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod

@@ -1,7 +1,5 @@
 """replay: runs a trace through engines, one request at a time or several in flight."""
 
-from __future__ import annotations
-
 import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence

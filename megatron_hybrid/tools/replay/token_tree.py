@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class State:
     """A saved state."""
 
-    __slots__ = ("last_access", "node", "position")
-
-    def __init__(self, node: Node, position: int):
-        self.node: Node | None = node  # None: dropped
-        self.position = position
-        self.last_access = 0
+    node: Node | None
+    """None: dropped."""
+    position: int
+    last_access: int = 0
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Node:
     """The positions (start, end] of a path, and the states saved there."""
 
-    __slots__ = ("children", "last_access", "parent", "pins", "slot", "start", "states", "tokens")
-
-    def __init__(self, parent: Node | None, start: int, tokens: np.ndarray):
-        self.parent = parent  # None: the root, or dropped
-        self.children: dict[bytes, Node] = {}
-        self.start = start
-        self.tokens = tokens
-        self.states: dict[int, State] = {}
-        self.last_access = 0
-        self.pins = 0  # running requests whose last token is here
-        self.slot = -1  # for the policy's own books
+    parent: Node | None
+    """None: the root, or dropped."""
+    start: int
+    tokens: np.ndarray
+    children: dict[bytes, Node] = field(default_factory=dict)
+    states: dict[int, State] = field(default_factory=dict)
+    last_access: int = 0
+    pins: int = 0
+    """Running requests whose last token is here."""
+    slot: int = -1
+    """For the policy's own books."""
 
     @property
     def end(self) -> int:

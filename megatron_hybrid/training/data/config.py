@@ -1,7 +1,5 @@
 """DataFields: which datasets a training run reads, and how rows are made of them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """build_datasets: the datasets of a training run, from their files."""
 
-from __future__ import annotations
-
 import os
 from itertools import accumulate, pairwise
 from pathlib import Path

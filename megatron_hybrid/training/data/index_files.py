@@ -1,8 +1,6 @@
 """Files of a dataset: megatron-core's PREFIX.bin and PREFIX.idx, and PREFIX.json, which says what
 made them. Conversations have PREFIX.spans.bin and PREFIX.spans.idx, too."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -1,7 +1,5 @@
 """Packing of sequences in rows."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

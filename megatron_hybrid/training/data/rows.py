@@ -1,7 +1,5 @@
 """Datasets of rows: megatron-core's, with the lengths of the sequences in each row."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Tiny random models of transformers, and what they say: the outside world of the adapters."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

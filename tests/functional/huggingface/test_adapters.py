@@ -4,8 +4,6 @@ Each file of `configs/` is a tiny model. transformers builds it with random weig
 what is compared is always its full forward pass, the one path of it that is right for all.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

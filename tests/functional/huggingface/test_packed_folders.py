@@ -1,8 +1,6 @@
 """Folders with packed weights: the model computes what one with the numbers that they stand for
 computes, to the bit, and is written back byte by byte."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

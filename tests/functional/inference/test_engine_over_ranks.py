@@ -11,6 +11,7 @@ import torch.distributed as dist
 from matrix import asked, matrix_rows
 from rank_processes import join_ranks, run_ranks
 from reference import greedy, is_greedy, random_tokens, tiny_model
+from small_models import fill_adapters
 from split_models import assert_same_answers
 
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
@@ -22,7 +23,7 @@ from megatron_hybrid.inference.memory import budget
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
-from megatron_hybrid.training.lora import LoraFields, adapters_of, add_adapters, save_adapters
+from megatron_hybrid.training.lora import LoraFields, add_adapters, save_adapters
 
 MODEL = dict(
     layer_pattern="MG*S|E*W-",
@@ -212,9 +213,7 @@ def folder(tmp_path_factory):
     save_checkpoint(tiny_model(**MODEL), folder)
     model = build_hybrid_model(read_config(folder))
     add_adapters(model, LoraFields(rank=3))
-    with torch.no_grad():
-        for projection in adapters_of(model).values():
-            projection.lora.b.normal_(std=0.1)
+    fill_adapters(model)
     save_adapters(model, folder / "adapter")
     return folder
 

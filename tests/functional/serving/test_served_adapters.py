@@ -4,10 +4,11 @@ import httpx
 import pytest
 import torch
 from http_server import running_server
+from small_models import fill_adapters
 from waiting import LIMIT_S
 
 from megatron_hybrid.checkpoints.pretrained import load_pretrained
-from megatron_hybrid.training.lora import LoraFields, adapters_of, add_adapters, save_adapters
+from megatron_hybrid.training.lora import LoraFields, add_adapters, save_adapters
 
 BODY = {"prompt": "Once upon a time there was a", "max_tokens": 8, "temperature": 0}
 
@@ -17,11 +18,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapter")
     model, _ = load_pretrained("demo", device="cpu", dtype=torch.float32)
     add_adapters(model, LoraFields(rank=2))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for projection in adapters_of(model).values():
-            b = projection.lora.b
-            b.copy_(torch.randn(b.shape, generator=generator))
+    fill_adapters(model, std=1.0)
     save_adapters(model, folder)
     return folder
 

@@ -9,7 +9,7 @@ from core_training import adam_of, data_parallel, ignore_warnings_of_core
 from megatron.core.distributed import finalize_model_grads
 from rank_processes import train_on_ranks
 from safetensors.torch import load_file
-from small_models import small_config
+from small_models import fill_adapters, small_config
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from megatron_hybrid.compat import parallel_state
@@ -135,9 +135,7 @@ def folder(tmp_path_factory):
     model = build_hybrid_model(small_config(PATTERN, **MORE))
     save_checkpoint(model, path / "base")
     add_adapters(model, LoraFields(rank=4, alpha=8))
-    with torch.no_grad():
-        for projection in adapters_of(model).values():
-            projection.lora.b.normal_(std=0.1)
+    fill_adapters(model)
     save_adapters(model, path / "adapters")
     return path
 

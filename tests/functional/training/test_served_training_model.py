@@ -5,19 +5,13 @@ import torch
 from core_training import adam_of, data_parallel
 from matrix import matrix_rows
 from megatron.core.transformer.module import Float16Module
-from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
+from reference import copy_of, fresh_model, greedy, is_greedy, random_tokens, tiny_engine
 from stock_megatron import core_groups
 
 from megatron_hybrid.training.core_cpu_patch import core_cpu_patch
 
 PROMPT = random_tokens(100)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def copy_of(model):
-    other = tiny_model.__wrapped__("MG*-", params_dtype=model.config.params_dtype)
-    other.load_state_dict(model.state_dict())
-    return other
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::FutureWarning")
@@ -36,7 +30,7 @@ def copy_of(model):
 def test_steps_of_the_optimizer_begin_epochs(dtype, is_distributed, is_told):
     """A distributed one writes into views of the parameters, and steps on copies of bf16 ones."""
     core_groups()
-    model = tiny_model.__wrapped__("MG*-", params_dtype=DTYPES[dtype])
+    model = fresh_model(params_dtype=DTYPES[dtype])
     inner = Float16Module(model.config, model) if dtype == "bf16" else model
     with core_cpu_patch():
         shared = {"use_distributed_optimizer": is_distributed}

@@ -7,8 +7,6 @@ through everything that was ever committed; that refusals are right and change n
 add up.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 

@@ -1,7 +1,5 @@
 """Words of packed weights, of any number of rows and groups, there and back; others are refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from packed_folders import FORMATS, integers, turned

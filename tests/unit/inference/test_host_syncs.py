@@ -7,7 +7,7 @@ from reference import finish, greedy, is_greedy, random_tokens, tiny_engine, tin
 
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
-from megatron_hybrid.inference.worker import model_runner
+from megatron_hybrid.inference.worker.sampler import HostCopy
 from megatron_hybrid.ops import slot_states
 from megatron_hybrid.ops.state_codec import codec
 
@@ -15,7 +15,7 @@ from megatron_hybrid.ops.state_codec import codec
 def engine_without_syncs(monkeypatch, model, **fields):
     """An engine whose steps wait once at most. Returns it, and the number of waits in each step."""
     engine = tiny_engine(model, **fields)
-    to_host, waits = model_runner.to_host, []
+    wait, waits = HostCopy.wait, []
 
     def without_syncs(method):
         def checked(*args):
@@ -28,12 +28,12 @@ def engine_without_syncs(monkeypatch, model, **fields):
     def counted(copy):
         waits[-1] += 1
         with torch._C.DisableTorchFunction():
-            return to_host(copy)
+            return wait(copy)
 
     runner = engine.runner
     for method in (runner.launch, runner.launch_ahead, runner.launch_rest, runner.collect):
         without_syncs(method)
-    monkeypatch.setattr(model_runner, "to_host", counted)
+    monkeypatch.setattr(HostCopy, "wait", counted)
     return engine, waits
 
 

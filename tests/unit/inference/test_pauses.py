@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from coroutines import in_loop
-from reference import greedy, is_greedy, random_tokens, tiny_model
+from reference import fresh_model, greedy, is_greedy, random_tokens
 
 from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.inference.async_engine import AsyncEngine
@@ -17,14 +17,10 @@ CONFIG = dict(cache_bytes=1 << 20, max_requests=4, max_sequence_length=256)
 LONG = 60
 
 
-def fresh_model(seed=0):
-    return tiny_model.__wrapped__("M*-", seed)
-
-
 @asynccontextmanager
 async def running():
     """An engine, a stream of a long answer that has begun, and a task of another one."""
-    async with AsyncEngine(fresh_model(), None, InferenceConfig(**CONFIG)) as engine:
+    async with AsyncEngine(fresh_model("M*-"), None, InferenceConfig(**CONFIG)) as engine:
         stream = engine.stream(PROMPT, greedy(LONG))
         first = await anext(stream)
         task = asyncio.create_task(engine.generate(OTHER, greedy(LONG), RequestOptions(n=2)))
@@ -115,7 +111,7 @@ async def test_kept_requests_go_on_where_they_were():
 
 @in_loop
 async def test_an_update_holds_requests_back_and_they_go_on_with_it(tmp_path):
-    save_checkpoint(fresh_model(1), tmp_path)
+    save_checkpoint(fresh_model("M*-", 1), tmp_path)
     async with running() as (engine, stream, _, task):
         await engine.start_weight_update()
         late = asyncio.create_task(engine.generate(PROMPT, greedy(4)))
@@ -127,7 +123,7 @@ async def test_an_update_holds_requests_back_and_they_go_on_with_it(tmp_path):
         (_, _), (epoch, start) = result.epochs
         assert epoch == 1 == await engine.epoch()
         before = PROMPT + result.token_ids[:start]
-        assert is_greedy(fresh_model(1), before, result.token_ids[start:])
+        assert is_greedy(fresh_model("M*-", 1), before, result.token_ids[start:])
         assert [epoch for epoch, _ in (await task).epochs] == [0, 1]
         assert (await late).epochs == [(1, 0)]
         # A mistake that changed nothing ends the update.
@@ -142,7 +138,7 @@ async def test_an_update_holds_requests_back_and_they_go_on_with_it(tmp_path):
 @pytest.mark.parametrize("level", [1, 2])
 @in_loop
 async def test_sleep_gives_memory_back_and_wake_up_takes_it_again(level, tmp_path):
-    save_checkpoint(fresh_model(1), tmp_path)
+    save_checkpoint(fresh_model("M*-", 1), tmp_path)
     async with running() as (engine, stream, _, task):
         await engine.sleep(level, "keep")
         model, memory = engine._engine.model, engine._engine.memory
@@ -170,7 +166,7 @@ async def test_sleep_gives_memory_back_and_wake_up_takes_it_again(level, tmp_pat
 
 @in_loop
 async def test_what_there_is_not_is_refused():
-    async with AsyncEngine(fresh_model(), None, InferenceConfig(**CONFIG)) as engine:
+    async with AsyncEngine(fresh_model("M*-"), None, InferenceConfig(**CONFIG)) as engine:
         with pytest.raises(ValueError, match="mode is 'stop'; use one of abort, wait, keep"):
             await engine.pause_generation("stop")
         with pytest.raises(ValueError, match="level is 3; use 0, 1 or 2"):

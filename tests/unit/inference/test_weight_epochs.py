@@ -6,7 +6,7 @@ from differential import LogitsRecorder
 from matrix import matrix_rows
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
-from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
+from reference import copy_of, fresh_model, greedy, is_greedy, random_tokens, tiny_engine
 from slow_tiers import SlowArrival, SlowStore
 from torch import nn
 
@@ -17,17 +17,6 @@ from megatron_hybrid.training.core_cpu_patch import core_cpu_patch
 
 PROMPT, SECOND, THIRD = (random_tokens(100, seed=seed) for seed in range(3))
 PATTERNS = {"hybrid": "MG*-", "attention": "*-*-"}
-
-
-def fresh_model(pattern="MG*-", **fields):
-    """One that no other test has."""
-    return tiny_model.__wrapped__(pattern, **fields)
-
-
-def copy_of(model):
-    other = fresh_model(model.config.layer_pattern, params_dtype=model.config.params_dtype)
-    other.load_state_dict(model.state_dict())
-    return other
 
 
 # Wrapped models ----------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """A packed weight on each of several ranks is the slice of the unpacked one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import assume, given, settings

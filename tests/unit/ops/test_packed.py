@@ -1,7 +1,5 @@
 """Packed weights as numbers: every code of every format, against float64."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

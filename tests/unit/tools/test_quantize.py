@@ -1,7 +1,5 @@
 """`megatron-hybrid quantize`: weights to nearest, in folders that we and others load."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import ONE_OF_EACH, random_tokens, small_model
+from small_models import ONE_OF_EACH, fill_adapters, random_tokens, small_model
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
@@ -25,15 +25,6 @@ FIELDS = {"L": {"attention_chunk_size": 6}, "B": EXPERTS}
 ADAPTED = [pattern for pattern in ONE_OF_EACH if pattern not in "PE"]  # which project nothing
 
 
-def fill(model, seed=0):
-    """Values for all B, which begin at 0."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for projection in adapters_of(model).values():
-            b = projection.lora.b
-            b.copy_(torch.randn(b.shape, generator=generator) * 0.1)
-
-
 @pytest.mark.parametrize("pattern", ADAPTED)
 def test_every_layer_kind_is_adapted_and_merges(pattern):
     model = small_model(pattern, **FIELDS.get(pattern, {}))
@@ -41,7 +32,7 @@ def test_every_layer_kind_is_adapted_and_merges(pattern):
     base = model(tokens)
     names = add_adapters(model, LoraFields(rank=3, alpha=6.0))
     assert names and torch.equal(model(tokens), base)  # B is 0
-    fill(model)
+    fill_adapters(model)
     adapted = model(tokens)
     assert (adapted - base).abs().max() > 1e-2
     for projection in adapters_of(model).values():  # each of them counts
@@ -102,7 +93,7 @@ def test_first_values_depend_on_seed_and_name_alone():
 def test_dropout_is_for_training():
     model = small_model("M")
     add_adapters(model, LoraFields(dropout=0.5))
-    fill(model)
+    fill_adapters(model)
     tokens = random_tokens(1, 20)
     assert torch.equal(model(tokens), model(tokens))
     model.train()
@@ -113,7 +104,7 @@ def test_adapters_are_saved_alone(tmp_path):
     model = small_model("M*-", params_dtype=torch.bfloat16)
     save_checkpoint(model, tmp_path / "base")
     add_adapters(model, LoraFields(rank=4, alpha=5, targets=["in_proj", "linear_proj"]))
-    fill(model)
+    fill_adapters(model)
     save_adapters(model, tmp_path / "adapters")
     tokens = random_tokens(1, 20)
     other = small_model("M*-", params_dtype=torch.bfloat16)
@@ -217,7 +208,7 @@ def test_a_model_is_adapted_once():
 def test_numbers_that_the_weights_dtype_lacks_are_refused(tmp_path):
     wide = small_model("M")
     names = add_adapters(wide, LoraFields(rank=2, targets=["in_proj"]))
-    fill(wide)
+    fill_adapters(wide)
     model = small_model("M", params_dtype=torch.float16)
     for value, found in ((70000.0, "load"), (60000.0, "merge")):
         adapters_of(wide)[names[0]].lora.b.data[0] = value

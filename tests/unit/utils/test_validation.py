@@ -1,7 +1,5 @@
 """Fields take what their annotations declare, and nothing else."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

@@ -1,11 +1,10 @@
 """CachePool: views that share no byte, copies that lose none."""
 
-import mmap
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from host_syncs import no_host_syncs
@@ -64,17 +63,14 @@ def test_zeros_are_zeros_over_what_was_there(size, offset):
 
 def test_what_nobody_used_of_a_pool_takes_no_memory():
     """Neither when it is made, nor after a suspension."""
-
-    def resident_bytes():
-        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-
-    before = resident_bytes()
+    process = psutil.Process()
+    before = process.memory_info().rss
     memory = memory_of([LayerCache(kv=FULL)], num_pages=1 << 17, num_slots=1)
     memory.release()
     memory.reacquire()
     memory.refill()
     memory.pool[-1] = 7
-    assert memory.pool.numel() == 256 << 20 and resident_bytes() - before < 64 << 20
+    assert memory.pool.numel() == 256 << 20 and process.memory_info().rss - before < 64 << 20
     assert not memory.pool[-2].any()
 
 

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 import torch.distributed as dist
-from reference import finish, greedy, random_tokens, tiny_engine, tiny_model
+from reference import copy_of, finish, fresh_model, greedy, random_tokens, tiny_engine
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.parametrize import register_parametrization
@@ -25,17 +25,6 @@ from megatron_hybrid.training.lora import (
 )
 
 PROMPT = random_tokens(130)
-
-
-def fresh_model(pattern="MG*-"):
-    """One that no other test has."""
-    return tiny_model.__wrapped__(pattern)
-
-
-def copy_of(model):
-    other = fresh_model(model.config.layer_pattern)
-    other.load_state_dict(model.state_dict())
-    return other
 
 
 def write_in_place(model):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
+from reference import fresh_model, greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 from torch import nn
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
@@ -11,10 +11,6 @@ from megatron_hybrid.inference.exclusive import EngineSuspendedError
 from megatron_hybrid.inference.weights.memory import WeightMemory
 
 PROMPT = random_tokens(60)
-
-
-def fresh_model(seed=0):
-    return tiny_model.__wrapped__("M*-", seed)
 
 
 def held_bytes(model):
@@ -26,7 +22,7 @@ def answer(engine):
 
 
 def test_weights_that_were_kept_come_back_as_the_same():
-    model = fresh_model()
+    model = fresh_model("M*-")
     with tiny_engine(model) as engine:
         expected, size = answer(engine), held_bytes(model)
         with pytest.raises(RuntimeError, match="needs a suspended engine"):
@@ -65,7 +61,7 @@ def add_hook(model):
 
 @pytest.mark.parametrize("change", [set_data, replace_parameter, add_hook])
 def test_what_changes_while_weights_have_no_memory_drops_the_cache(change):
-    model = fresh_model()
+    model = fresh_model("M*-")
     with tiny_engine(model) as engine:
         answer(engine)
         engine.suspend("host")
@@ -79,7 +75,7 @@ def test_what_changes_while_weights_have_no_memory_drops_the_cache(change):
 
 
 def test_weights_that_were_dropped_have_to_be_sent():
-    model, other = fresh_model(), fresh_model(1)
+    model, other = fresh_model("M*-"), fresh_model("M*-", 1)
     named = {name: tensor.detach() for name, tensor in own_tensors(other).items()}
     with tiny_engine(other) as engine:
         expected = answer(engine)
@@ -113,7 +109,7 @@ def test_a_part_for_multi_token_prediction_need_not_be_sent():
 
 
 def test_memory_that_others_hold_a_part_of_is_not_given_back():
-    model = fresh_model()
+    model = fresh_model("M*-")
     parameter = model.decoder.final_norm.weight
     buffer = torch.zeros(parameter.numel() + 2)
     parameter.data = buffer[:-2]
@@ -124,7 +120,7 @@ def test_memory_that_others_hold_a_part_of_is_not_given_back():
 
 
 def test_memory_that_numpy_has_looked_at_is_given_back(tmp_path):
-    model = fresh_model()
+    model = fresh_model("M*-")
     save_checkpoint(model, tmp_path)
     with tiny_engine(model) as engine:
         expected = answer(engine)
@@ -137,7 +133,7 @@ def test_memory_that_numpy_has_looked_at_is_given_back(tmp_path):
 
 
 def test_no_other_engine_of_the_model_reads_weights_without_memory(tmp_path):
-    model, named = fresh_model(), own_tensors(fresh_model(1))
+    model, named = fresh_model("M*-"), own_tensors(fresh_model("M*-", 1))
     save_checkpoint(model, tmp_path / "saved")
     with tiny_engine(model) as engine, tiny_engine(model, cache_dir=tmp_path / "cache") as other:
         expected = answer(other)

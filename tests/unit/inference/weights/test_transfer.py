@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from commands import free_port
-from reference import finish, greedy, random_tokens, tiny_engine, tiny_model
+from reference import finish, fresh_model, greedy, random_tokens, tiny_engine
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from waiting import wait_until
 
@@ -24,11 +24,6 @@ PROMPT = random_tokens(100)
 LOGGED = greedy(5, return_log_probs=True, skip_prompt_log_probs=True)
 PATTERN = "M*-"
 OUTPUT = "output_layer.weight"
-
-
-def fresh_model(seed=0):
-    """One that no other test has."""
-    return tiny_model.__wrapped__(PATTERN, seed)
 
 
 def row(result):
@@ -76,9 +71,9 @@ def weights_of(model):
 @pytest.fixture
 def served():
     """An engine that has answered, and what one with other weights answers."""
-    with tiny_engine(fresh_model(1)) as other:
+    with tiny_engine(fresh_model(PATTERN, 1)) as other:
         expected = answer(other)
-    engine = tiny_engine(fresh_model())
+    engine = tiny_engine(fresh_model(PATTERN))
     with engine:
         first = answer(engine)
         assert first[:2] != expected[:2] and answer(engine)[2] == len(PROMPT)
@@ -90,7 +85,7 @@ def test_an_update_of_parts_is_one_epoch_and_no_step_runs_inside(served):
     request = engine.add_request(PROMPT, greedy(8))
     while request.num_generated < 3:
         engine.step()
-    named = weights_of(fresh_model(1))
+    named = weights_of(fresh_model(PATTERN, 1))
     engine._updates._group = TrainersGroup(tensor for _, tensor in named)
     engine.start_weight_update()
     for start in range(0, len(named), 3):
@@ -110,7 +105,7 @@ def test_an_update_of_parts_is_one_epoch_and_no_step_runs_inside(served):
 
 def test_a_mistake_in_the_first_part_changes_nothing_and_ends_the_update(served):
     engine, first, _ = served
-    named = [("wrong", torch.zeros(2)), *weights_of(fresh_model(1))]
+    named = [("wrong", torch.zeros(2)), *weights_of(fresh_model(PATTERN, 1))]
     group = engine._updates._group = TrainersGroup(tensor for _, tensor in named)
     engine.start_weight_update()
     with pytest.raises(CheckpointError, match="no tensor wrong"):
@@ -126,7 +121,7 @@ def test_a_mistake_in_the_first_part_changes_nothing_and_ends_the_update(served)
 @pytest.mark.parametrize("why", ["no update", "asleep"])
 def test_a_part_that_is_refused_does_not_shift_the_next_one(served, why, has_heads):
     engine, _, expected = served
-    named = weights_of(fresh_model(1))
+    named = weights_of(fresh_model(PATTERN, 1))
     tensors = [tensor for _, tensor in named]
     group = engine._updates._group = TrainersGroup([*tensors[:3], *tensors])
     group.has_heads = has_heads
@@ -155,7 +150,7 @@ def test_a_part_that_is_refused_does_not_shift_the_next_one(served, why, has_hea
 )
 def test_half_an_update_is_never_used(served, failure, monkeypatch):
     engine, _, expected = served
-    named = weights_of(fresh_model(1))
+    named = weights_of(fresh_model(PATTERN, 1))
     tensors = [tensor for _, tensor in named]
     group = TrainersGroup([*tensors[:2], None])
     engine._updates._group = group
@@ -194,7 +189,7 @@ def test_half_an_update_is_never_used(served, failure, monkeypatch):
 
 def test_load_weights_and_update_weights_end_half_an_update(served):
     engine, _, expected = served
-    named = weights_of(fresh_model(1))
+    named = weights_of(fresh_model(PATTERN, 1))
     for end in ("load_weights", "update_weights"):
         engine._updates._group = TrainersGroup([named[0][1], None])
         engine.start_weight_update()

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from small_models import small_model
+from small_models import fill_adapters, small_model
 
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.config import InferenceConfig
@@ -13,13 +13,7 @@ from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.worker import adapter_bank
-from megatron_hybrid.training.lora import (
-    LoraFields,
-    adapters_of,
-    add_adapters,
-    merge_adapters,
-    save_adapters,
-)
+from megatron_hybrid.training.lora import LoraFields, add_adapters, merge_adapters, save_adapters
 
 PATTERN, NAMES = "MG*-S+K", (None, "a", "b")
 PROMPTS = [[(7 * i + seed) % 61 for i in range(40)] for seed in range(3)]
@@ -41,11 +35,7 @@ def write(folder, seed, rank=3):
     """An adapter with numbers of this seed; returns the merged model."""
     model = base()
     add_adapters(model, LoraFields(rank=rank, alpha=4.0, seed=seed))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for projection in adapters_of(model).values():
-            b = projection.lora.b
-            b.copy_(torch.randn(b.shape, generator=generator) * 0.2)
+    fill_adapters(model, 0.2, seed)
     save_adapters(model, folder)
     merge_adapters(model)
     return model

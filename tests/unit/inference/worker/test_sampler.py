@@ -26,7 +26,6 @@ from megatron_hybrid.inference.worker.sampler import (
     gumbel_noise,
     noise_keys,
     processed_log_probs,
-    to_host,
     token_hash,
 )
 
@@ -169,8 +168,8 @@ def test_a_step_draws_again_what_was_not_among_the_candidates(monkeypatch):
         return [(own.token_ids, own.log_probs, own.top_n_logprobs) for own in results]
 
     reads = []
-    read = model_runner.to_host
-    monkeypatch.setattr(model_runner, "to_host", lambda x: reads.append(x) or read(x))
+    read = HostCopy.wait
+    monkeypatch.setattr(HostCopy, "wait", lambda x: reads.append(x) or read(x))
     expected = answers(97)
     once = len(reads)
     assert answers(1) == expected
@@ -194,8 +193,8 @@ def test_values_come_to_the_host_as_they_are():
         torch.empty(2, 0),
         torch.tensor(7),
     ]
-    assert to_host(HostCopy(tensors)) == [tensor.tolist() for tensor in tensors]
-    assert to_host(HostCopy(tensors[:1])) == [tensors[0].tolist()]
+    assert HostCopy(tensors).wait() == [tensor.tolist() for tensor in tensors]
+    assert HostCopy(tensors[:1]).wait() == [tensors[0].tolist()]
 
 
 # What neither the request nor the caller says ----------------------------------------------------
