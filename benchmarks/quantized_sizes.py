@@ -4,8 +4,6 @@ docs/guides/quantized_weights.md.
     python -m benchmarks.quantized_sizes
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron_hybrid.tools.plan import plan, read_model_config

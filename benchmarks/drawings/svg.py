@@ -1,7 +1,5 @@
 """Sheet: an SVG drawing of boxes, lines, circles and text, for light and dark pages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from html import escape
 

@@ -1,7 +1,5 @@
 """Published models with random weights, cut to what one GPU holds, or to toy size for a CPU."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

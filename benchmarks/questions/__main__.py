@@ -1,7 +1,5 @@
 """`python -m benchmarks.questions NAME`: a question about caches, answered by a run on a CPU."""
 
-from __future__ import annotations
-
 import argparse
 import platform
 import re

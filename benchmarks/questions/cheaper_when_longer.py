@@ -4,8 +4,6 @@ Ours: the engine with a small model of random weights. Blocks: the rule of vLLM'
 Qwen3.5-4B's sizes, which `benchmarks/results/replay.json` has from vLLM's own manager.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from math import inf
 

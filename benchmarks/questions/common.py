@@ -1,7 +1,5 @@
 """What the questions share: a small engine, and tables of 80 columns."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np

@@ -1,8 +1,6 @@
 """How much memory does a request of 100,000 tokens take? KV and states by the config.json files of
 published models, as `megatron-hybrid plan` counts them; no model runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

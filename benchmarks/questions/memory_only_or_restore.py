@@ -1,7 +1,5 @@
 """Share memory alone, or restore states, too? Ten equal requests of 644 tokens in each mode."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from benchmarks.questions.common import aligned, answer, engine_of, random_tokens

@@ -1,8 +1,6 @@
 """Do sizes of blocks and forwards have to be aligned for hits? Tokens computed of a prompt that is
 sent again, that is fetched from host memory, and that goes on, by block and token budget."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from benchmarks.questions.common import aligned, answer, engine_of, random_tokens

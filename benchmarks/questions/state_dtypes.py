@@ -1,8 +1,6 @@
 """Which dtype do recurrent states need? Errors of Mamba-2 over 200,000 tokens, against
 float64, by the dtype in which states are kept between calls."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """Do models with sliding windows keep their prefix? Ten turns behind 4,096 tokens, with a small
 model of random weights in Gemma-3's pattern; with the whole history, and with thoughts cut out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from benchmarks.questions.common import aligned, answer, engine_of, random_tokens, small_model

@@ -3,8 +3,6 @@
 docs/measured/replay.md says what the columns mean.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

@@ -4,8 +4,6 @@ Traces are replayed with one part after the other taken out of the cache: docs/m
 "What each part brings".
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from itertools import product

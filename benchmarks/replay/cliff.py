@@ -1,7 +1,5 @@
 """What is computed again as a function of length: where coarse blocks make a cliff."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

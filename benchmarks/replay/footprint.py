@@ -1,7 +1,5 @@
 """How much host memory the index takes, and how long a long trace takes."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Model geometries: what a token and a state cost, and the work that they spare."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import inf, prod
 

@@ -6,8 +6,6 @@ it requests, of which one ends before the next begins: docs/measured/replay.md, 
 replica".
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

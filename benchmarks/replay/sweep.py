@@ -1,7 +1,5 @@
 """Runs cells (workload, geometry, budget, engine) and collects their numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

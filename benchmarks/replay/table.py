@@ -1,7 +1,5 @@
 """Results as text: tables for the terminal, and Markdown for the docs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 

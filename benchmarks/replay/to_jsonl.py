@@ -1,8 +1,6 @@
 """`python -m benchmarks.replay.to_jsonl WORKLOAD`: the requests of a workload as JSON lines, for
 `megatron-hybrid profile` and `bench-serve`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

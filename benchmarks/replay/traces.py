@@ -1,7 +1,5 @@
 """Recorded traces: the Mooncake format, and JSONL with token ids."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from itertools import islice

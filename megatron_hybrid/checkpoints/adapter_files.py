@@ -5,8 +5,6 @@ theirs may be one projection here (`q_proj`, `k_proj`, `v_proj`: `linear_qkv`); 
 it, with a rank of its own.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

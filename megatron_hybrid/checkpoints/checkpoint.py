@@ -4,8 +4,6 @@ On disk, tensors are unsharded and named as in `parameter_names`; each rank take
 Hugging Face folder differs only in names and layouts, which an adapter maps to ours.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping

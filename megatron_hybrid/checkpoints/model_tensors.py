@@ -1,7 +1,5 @@
 """The tensors of a model by canonical name: this rank's, those of all stages, and whole ones."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

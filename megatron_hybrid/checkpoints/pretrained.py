@@ -1,7 +1,5 @@
 """load_pretrained: a trained model and its tokenizer, from a folder or from the package."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Quantization to nearest: the codes and scales of a weight in one of the formats that are read."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -5,8 +5,6 @@ Megatron's scripts pass `position_ids` and `attention_mask` to every model. Here
 causal sequence, unless these say that it holds several documents.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Tensors that follow from weights alone, worked out once where somebody says when these change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """FLOPs of a token, with and without its context."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 

@@ -1,7 +1,5 @@
 """The residual stack: layers of any kind, one mixer each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial

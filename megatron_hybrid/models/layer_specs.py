@@ -1,7 +1,5 @@
 """The classes of a layer's parts: `local` (plain torch) or `transformer_engine` (fused)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pkgutil import resolve_name
 

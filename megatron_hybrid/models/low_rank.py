@@ -4,8 +4,6 @@ An adapted projection computes `W x + scale * B A x`. Adapters are cut over tens
 their projection is: B of one that is cut by output row, A of one that is cut by input column.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ the k-th next token, the token after that. Serving drafts with the first, or run
 (docs/guides/speculation.md).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 The canonical spelling is that of the local spec in 0.16: norms apart from projections.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Per-layer embeddings (Gemma 3n, Gemma 4): inputs of the `P` layers, one per token and layer."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -1,8 +1,6 @@
 """What Gemma 3n has around its layers: several residual streams (AltUp, arXiv 2301.13310), and a
 product of low rank beside a layer (LAuReL, arXiv 2411.07501). All is replicated on all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """The precision rule, and what else the references of ops share."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 

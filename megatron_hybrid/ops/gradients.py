@@ -4,8 +4,6 @@ So the forward pass of training is that of inference, to the bit, and of an op i
 kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Products with a weight; on a CPU a row has the same bits among any number of rows."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Permutation of rows and its inverse, both with gathers as gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

@@ -1,7 +1,5 @@
 """to_device: numbers of the host on a device, without a wait for the device."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Messages as chat templates take them: the same for a server, an engine and training data."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol

@@ -1,8 +1,6 @@
 """DocumentEncoder: chunks of documents to token ids. Each worker of preprocess imports this module,
 so it needs no torch."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

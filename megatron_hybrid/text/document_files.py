@@ -1,7 +1,5 @@
 """Files of documents: JSONL, text and tables, read in chunks that several processes share."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

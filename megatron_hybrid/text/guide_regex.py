@@ -3,8 +3,6 @@
 Python checks them. What Rust reads otherwise is written anew, or refused by its name.
 """
 
-from __future__ import annotations
-
 import re
 import string
 import warnings

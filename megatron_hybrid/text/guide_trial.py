@@ -5,8 +5,6 @@ and deep ones end its process. Here that ends a process which has no other work,
 refused.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """The bytes that each token of a tokenizer adds to a text."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

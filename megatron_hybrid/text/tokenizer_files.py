@@ -1,8 +1,6 @@
 """The files of a checkpoint's tokenizer: tokenizer.json, or one that `transformers` converts, its
 settings, its chat templates, and the ids that end an answer."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

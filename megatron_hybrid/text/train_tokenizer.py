@@ -1,7 +1,5 @@
 """train_tokenizer: a tokenizer from text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import tokenizers

@@ -1,7 +1,5 @@
 """Marconi (Pan et al., MLSys 2025), corrected: exact bytes, and no hit inside an edge."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

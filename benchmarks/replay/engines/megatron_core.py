@@ -3,8 +3,6 @@
 Import this module only where megatron-core has `mamba_slot_allocator`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace

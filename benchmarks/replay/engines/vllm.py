@@ -4,8 +4,6 @@ Tried with vLLM 0.33, whose bookkeeping imports without a GPU. Import this modul
 is installed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count

@@ -3,8 +3,6 @@
 See docs/guides/own_model.md.
 """
 
-from __future__ import annotations
-
 from megatron_hybrid.checkpoints.huggingface.base import Adapter
 from megatron_hybrid.utils.registry import Registry, check_class
 

@@ -1,8 +1,6 @@
 """Ling 3: Kimi Delta Attention and gated latent attention, with experts after both; Ling 2.5:
 lightning attention and latent attention; Ring linear: lightning and grouped-query attention."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """What an adapter is: a config in our terms, and which of our tensors are which of theirs."""
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping

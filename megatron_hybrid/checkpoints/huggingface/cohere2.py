@@ -1,7 +1,5 @@
 """Cohere's Command R7B and A: attention and MLP side by side, RoPE within windows alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

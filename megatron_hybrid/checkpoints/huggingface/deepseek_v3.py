@@ -1,8 +1,6 @@
 """DeepSeek-V3: multi-head latent attention, and experts after the first few layers. Kimi Linear:
 also Kimi Delta Attention, and no RoPE."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace

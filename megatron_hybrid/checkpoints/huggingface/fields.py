@@ -1,7 +1,5 @@
 """What the config.json files of many architectures have in common."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

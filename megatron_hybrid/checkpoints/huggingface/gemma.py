@@ -5,8 +5,6 @@ embeddings. Gemma 3n has the last two of these, several residual streams and spa
 RecurrentGemma has Griffin's recurrent blocks, and sliding windows between them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar
 

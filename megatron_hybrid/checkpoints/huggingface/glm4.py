@@ -1,7 +1,5 @@
 """GLM-4 and GLM-4.5: RoPE over half of a head; sandwich norms, or experts as in DeepSeek-V3."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GPT-OSS: attention with sinks, every other layer windowed, and experts with biases."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Granite 3: Llama, or its attention and experts, with factors (MuP). Granite 4: also Mamba-2
 layers, each layer with an MLP or experts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hunyuan: Llama with norms of queries and keys after RoPE; an MLP, or experts and a shared one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """LFM2: gated short convolutions and attention, each followed by a gated MLP, or by experts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any

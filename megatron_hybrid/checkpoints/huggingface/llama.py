@@ -1,8 +1,6 @@
 """Llama 2 and 3, and models that differ from them by biases or experts alone. Llama 4 (text):
 attention in chunks with RoPE, in full without; experts, one for each token."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Mamba-1, FalconMamba, which norms dt, B and C, and Mamba-2: nothing but such layers. Jamba,
 Bamba and Falcon-H1: such layers and attention, each followed by an MLP or experts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any

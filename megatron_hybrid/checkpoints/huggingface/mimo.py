@@ -1,7 +1,5 @@
 """Xiaomi's MiMo-V2-Flash: windows with sinks between full attention, values narrower than keys."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

@@ -1,8 +1,6 @@
 """MiniMax-Text-01 and M1: lightning attention, sometimes full attention, and experts; M2: full
 attention, and experts chosen by sigmoid scores and a bias that only selects."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import product

@@ -1,7 +1,5 @@
 """Mistral, Ministral 3 and Mixtral: attention, within a window or not, and an MLP or experts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Nemotron-H: Mamba-2, attention, MLP and mixture-of-experts layers in any order."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial

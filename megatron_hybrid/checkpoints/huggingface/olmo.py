@@ -1,8 +1,6 @@
 """OLMo 2 and 3, EXAONE 4: norms of queries and keys, and norms after attention and MLP. OLMo
 Hybrid: also Gated DeltaNet layers, with norms in front."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Phi-3 and Phi-4: Llama with joined projections."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

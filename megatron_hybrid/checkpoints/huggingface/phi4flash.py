@@ -1,8 +1,6 @@
 """Phi-4-mini-flash (SambaY, arXiv 2507.06607): Mamba-1 and differential attention, then layers that
 read the memory of one Mamba-1 layer, or the keys and values of one attention layer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any

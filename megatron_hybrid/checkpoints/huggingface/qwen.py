@@ -1,8 +1,6 @@
 """Qwen 2 and 3: attention, in later layers within windows, and an MLP or experts. Qwen3-Next and
 Qwen3.5: Gated DeltaNet and gated attention, then experts or an MLP."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar

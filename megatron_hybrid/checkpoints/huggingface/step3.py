@@ -1,8 +1,6 @@
 """StepFun's Step 3 (text): queries of low rank over one key/value head, and experts with a shared
 one (arXiv 2507.19427; MFA: 2412.19255). transformers has no class for it: names as in vLLM."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Step 3.5 and 3.7 (text): more heads in windows, a gate for each, and limits of activations."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

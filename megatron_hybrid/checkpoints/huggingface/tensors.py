@@ -1,7 +1,5 @@
 """The tensors that many architectures have in common: ours on the left, theirs on the right."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

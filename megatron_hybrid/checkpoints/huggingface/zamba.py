@@ -1,7 +1,5 @@
 """Zamba and Zamba2: Mamba layers, some of them after a transformer block that they share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 

@@ -4,8 +4,6 @@ Megatron keeps its command line in each checkpoint. Its names are those of megat
 TransformerConfig, with the exceptions here; fields of core's config become ours in `core_config`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math

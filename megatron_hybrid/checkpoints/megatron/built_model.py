@@ -1,7 +1,5 @@
 """from_megatron: a model that megatron-core built, served with its own parameters."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Fields of training, sharding, speed and rounding are left out. A field that chan
 computes and that HybridModel does not implement is an error.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math

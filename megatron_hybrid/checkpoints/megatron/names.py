@@ -1,7 +1,5 @@
 """Names of GPTModel's parameters and those of the HybridModel that serves it."""
 
-from __future__ import annotations
-
 import re
 
 _LAYER = re.compile(r"^(?P<layers>decoder\.layers\.)(?P<number>\d+)\.(?P<rest>(?P<part>\w+)\..*)$")

@@ -6,8 +6,6 @@ package (an enum of Megatron's, say, which need not be installed) becomes an ine
 other function or class of the standard library or torch is refused, before anything is called.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import pickletools

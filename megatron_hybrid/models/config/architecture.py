@@ -1,7 +1,5 @@
 """The model as a whole: layers, vocabulary, width, embedding and output layer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 

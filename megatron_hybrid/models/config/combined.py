@@ -1,7 +1,5 @@
 """Layers of several parts: attention beside Mamba-2 (Falcon-H1), and shared blocks (Zamba2)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Fields of every layer kind: residual stream, norms, biases, activation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal

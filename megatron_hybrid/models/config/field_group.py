@@ -1,7 +1,5 @@
 """Base of the config's field groups, with shared checks."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cache

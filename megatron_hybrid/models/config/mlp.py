@@ -1,7 +1,5 @@
 """MLPs. Experts share the fields of the activation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 

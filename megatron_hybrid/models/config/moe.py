@@ -1,7 +1,5 @@
 """Mixture of experts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 

@@ -1,7 +1,5 @@
 """Position embedding of attention layers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

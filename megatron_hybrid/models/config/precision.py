@@ -1,7 +1,5 @@
 """dtypes of parameters, activations and states."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 

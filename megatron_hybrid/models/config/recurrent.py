@@ -1,7 +1,5 @@
 """Recurrent layers: Mamba-2, Mamba-1, the gated short convolution and the delta rules."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal

@@ -1,7 +1,5 @@
 """Fields of a single run, which config.json does not hold."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 

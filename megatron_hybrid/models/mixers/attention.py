@@ -1,7 +1,5 @@
 """Full, sliding-window and chunked attention, with the parameters of core's SelfAttention."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 

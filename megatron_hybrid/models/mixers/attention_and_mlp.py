@@ -1,7 +1,5 @@
 """Attention and an MLP in parallel in one layer, as in Cohere's Command R (arXiv 2504.00698)."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """An MLP and a mixture of experts in parallel, each between its own norms (Gemma 4)."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

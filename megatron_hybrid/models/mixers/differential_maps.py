@@ -1,7 +1,5 @@
 """Differential attention (arXiv 2410.05258): two softmaxes of a head, one subtracted."""
 
-from __future__ import annotations
-
 from copy import copy
 
 import torch

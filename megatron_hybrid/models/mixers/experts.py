@@ -3,8 +3,6 @@
 Shape suffixes: as in `ops.experts`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Gated DeltaNet (arXiv 2412.06464), with the parameters and arithmetic of core's GatedDeltaNet."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

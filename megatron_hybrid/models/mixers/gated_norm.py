@@ -1,7 +1,5 @@
 """Output norms of recurrent mixers, and the gate of Mamba's."""
 
-from __future__ import annotations
-
 from copy import copy
 
 import torch

@@ -1,7 +1,5 @@
 """The gated short convolution of LFM2, a layer that mixes only the last few tokens."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig

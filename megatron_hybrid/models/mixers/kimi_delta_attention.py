@@ -1,7 +1,5 @@
 """Kimi Delta Attention (Kimi Linear, arXiv 2510.26692): the delta rule with a decay per channel."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

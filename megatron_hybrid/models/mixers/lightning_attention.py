@@ -1,7 +1,5 @@
 """Lightning attention (MiniMax-01, arXiv 2501.08313): linear attention with a fixed decay."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -7,8 +7,6 @@ by name and layer.
 Shape suffixes: n tokens, E experts, S sequences.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,8 +1,6 @@
 """Mamba-1, the selective scan (arXiv 2312.00752), with the parameters of the authors' `Mamba`; and
 the gated memory unit, which reads its output."""
 
-from __future__ import annotations
-
 import torch
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor, nn

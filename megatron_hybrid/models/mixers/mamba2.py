@@ -1,7 +1,5 @@
 """Mamba-2 (arXiv 2405.21060), with the parameters and the arithmetic of core's MambaMixer."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 A mixer does not know which context it runs in.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Protocol
 

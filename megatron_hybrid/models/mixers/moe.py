@@ -1,7 +1,5 @@
 """Mixture of experts: a router, routed experts, and a shared expert."""
 
-from __future__ import annotations
-
 from copy import copy
 
 from torch import Tensor

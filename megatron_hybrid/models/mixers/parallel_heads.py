@@ -1,7 +1,5 @@
 """Attention and Mamba-2 in parallel in one layer (Falcon-H1, arXiv 2507.22448)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig

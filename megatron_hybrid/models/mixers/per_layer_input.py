@@ -1,7 +1,5 @@
 """The layer that adds a per-layer embedding to the residual stream (Gemma 3n, Gemma 4)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig

@@ -1,7 +1,5 @@
 """The tensor-parallel projections into and out of a mixer, marked for sharding when built."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

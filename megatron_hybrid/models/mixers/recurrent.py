@@ -1,7 +1,5 @@
 """Base of the recurrent mixers: a projection in, a short convolution, a state, a projection out."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

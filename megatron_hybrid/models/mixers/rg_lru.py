@@ -1,7 +1,5 @@
 """The recurrent block of Griffin, with its real-gated linear recurrent unit (arXiv 2402.19427)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

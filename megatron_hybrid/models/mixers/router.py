@@ -1,8 +1,6 @@
 """Router: the experts of each token, with the parameters and the routing function of core's
 TopKRouter (whose class keeps its tensors on CUDA)."""
 
-from __future__ import annotations
-
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import (

@@ -1,7 +1,5 @@
 """Time steps of the recurrent layers: initial values, and typical decays."""
 
-from __future__ import annotations
-
 import math
 
 import torch

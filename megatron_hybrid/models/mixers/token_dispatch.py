@@ -4,8 +4,6 @@ Shape suffixes: as in `ops.experts`; m counts the rows of this rank's experts, p
 from all ranks, packed.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

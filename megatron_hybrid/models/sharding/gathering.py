@@ -1,7 +1,5 @@
 """Whole tensors of a model and this rank's pieces of them, over all groups that split tensors."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection

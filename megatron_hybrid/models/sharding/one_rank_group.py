@@ -1,7 +1,5 @@
 """A process group of one process, which needs no torch.distributed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any

@@ -5,8 +5,6 @@ The copies start equal, are saved once, under the name that they have on one sta
 where their gradients are summed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An activation function, and its product with a factor: of MLPs, and of gates without a norm."""
 
-from __future__ import annotations
-
 from megatron_hybrid.ops.activate import reference
 from megatron_hybrid.ops.dispatch import Op
 from megatron_hybrid.ops.kernels import kernel_backend

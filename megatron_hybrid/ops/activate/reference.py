@@ -1,7 +1,5 @@
 """Activations in plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Causal attention over ragged sequences: from a paged cache, or uncached for training."""
 
-from __future__ import annotations
-
 from megatron_hybrid.ops.attention import flash, reference
 from megatron_hybrid.ops.attention.pattern import AttentionPattern
 from megatron_hybrid.ops.dispatch import Backend, Op

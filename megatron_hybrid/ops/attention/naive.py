@@ -1,7 +1,5 @@
 """Attention as it is written, one softmax over all keys: the specification of `ops.attention`."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """AttentionPattern: the positions that a token sees."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Attention by torch's scaled_dot_product_attention; with softcap or sinks, written out."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Causal depthwise convolution over ragged sequences, with the tail of inputs as its state."""
 
-from __future__ import annotations
-
 from megatron_hybrid.ops.conv import reference
 from megatron_hybrid.ops.kernels import kernel_backend
 from megatron_hybrid.ops.slot_states import SlotOp

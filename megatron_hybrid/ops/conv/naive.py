@@ -1,8 +1,6 @@
 """The causal convolution as it is written, token by token: the specification of
 `ops.causal_conv1d`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Causal depthwise convolution over ragged sequences, with the tail of inputs as its state."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The gated delta rule (arXiv 2412.06464) and Kimi Delta Attention (arXiv 2510.26692)."""
 
-from __future__ import annotations
-
 from megatron_hybrid.ops.delta_rule import reference
 from megatron_hybrid.ops.kernels import kernel_backend
 from megatron_hybrid.ops.slot_states import SlotOp

@@ -5,8 +5,6 @@ token gives does not depend on how its sequence is cut into calls, and nothing i
 recurrence goes over the chunks of a sequence, from the state in the pool to the next one there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

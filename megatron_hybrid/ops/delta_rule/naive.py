@@ -1,8 +1,6 @@
 """The delta rules as they are written, token by token: the specification of `ops.gated_delta_rule`
 and of `ops.kimi_delta_attention`."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ The gated one has one decay per row, Kimi Delta Attention (arXiv 2510.26692, sec
 channel.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_hybrid.ops.checks import compute_dtype, pad_rows, tokens_of, without_autocast

@@ -5,8 +5,6 @@ one of its experts, and some that belong to none; h hidden, f the width of an ex
 of its first layer: 2f where it is gated, or f.
 """
 
-from __future__ import annotations
-
 from megatron_hybrid.ops import dispatch
 from megatron_hybrid.ops.dispatch import Backend, Op
 from megatron_hybrid.ops.experts import grouped_mm, reference

@@ -4,8 +4,6 @@ On GPUs of compute capability 9 and 10 these are one kernel in bf16. Elsewhere t
 back, and takes one product after the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -3,8 +3,6 @@
 Shape suffixes: as in `ops.experts`.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

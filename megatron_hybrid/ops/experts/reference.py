@@ -1,7 +1,5 @@
 """MLPs of experts, one matrix product after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any

@@ -3,8 +3,6 @@
 Shape suffixes: T rows, G groups (or heads), C channels of a group.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_hybrid.ops.dispatch import Op

@@ -1,7 +1,5 @@
 """RMSNorm, with a gate and without, in plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """RMSNorm without a gate, and of a sum, by the kernel of gated norms."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ rounded once; g is the group of column i. All groups are equally wide. Rows that
 128 rows or for all: whatever reorders or cuts rows does so to codes and scales alike.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from megatron_hybrid.ops.dispatch import Op

@@ -3,8 +3,6 @@
 A format is told by dtypes alone, so a packed weight needs no field that could contradict it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Packed weights, unpacked whole before each product."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

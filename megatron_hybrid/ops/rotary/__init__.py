@@ -1,7 +1,5 @@
 """Rotary position embedding of queries and keys (arXiv 2104.09864), after their norms."""
 
-from __future__ import annotations
-
 from megatron_hybrid.ops.dispatch import Op
 from megatron_hybrid.ops.kernels import kernel_backend
 from megatron_hybrid.ops.rotary import reference

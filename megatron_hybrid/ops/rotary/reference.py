@@ -1,7 +1,5 @@
 """Rotary position embedding in plain torch."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_hybrid.ops.norm.reference import rms_norm

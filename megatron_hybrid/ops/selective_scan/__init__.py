@@ -1,7 +1,5 @@
 """The selective scan of Mamba-1 (Gu and Dao 2023, arXiv 2312.00752, equation 2)."""
 
-from __future__ import annotations
-
 from megatron_hybrid.ops.kernels import kernel_backend
 from megatron_hybrid.ops.selective_scan import reference
 from megatron_hybrid.ops.slot_states import SlotOp

@@ -1,8 +1,6 @@
 """The selective scan as it is written, token by token: the specification of
 `ops.selective_scan`."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

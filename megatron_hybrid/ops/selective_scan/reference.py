@@ -1,7 +1,5 @@
 """The selective scan of Mamba-1 (Gu and Dao 2023, arXiv 2312.00752, equation 2)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Products by slots in plain torch: one for each slot that has rows."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The state-space scan of Mamba-2 (Dao and Gu 2024, "Transformers are SSMs")."""
 
-from __future__ import annotations
-
 from megatron_hybrid.ops.kernels import kernel_backend
 from megatron_hybrid.ops.slot_states import SlotOp
 from megatron_hybrid.ops.ssd import reference

@@ -6,8 +6,6 @@ and final states have the same bits with captures and without. (Steps are not co
 `selective_state_update`: without a buffer for intermediate states, 0.19.2 writes these over x.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The state-space scan as it is written, token by token: the specification of `ops.ssd_scan`."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The state-space scan of Mamba-2, chunked (Dao and Gu 2024, "Transformers are SSMs", sec. 6)."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_hybrid.ops.checks import compute_dtype, pad_rows, tokens_of, without_autocast

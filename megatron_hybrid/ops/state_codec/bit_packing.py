@@ -5,8 +5,6 @@ vectorised over the blocks, and no shape depends on values, so that nothing wait
 Shape letters: B blocks, W words.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

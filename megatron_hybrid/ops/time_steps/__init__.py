@@ -1,7 +1,5 @@
 """Time steps, log decays and writing strengths of the recurrent mixers, from their projections."""
 
-from __future__ import annotations
-
 from megatron_hybrid.ops.dispatch import Op
 from megatron_hybrid.ops.kernels import kernel_backend
 from megatron_hybrid.ops.time_steps import reference

@@ -1,7 +1,5 @@
 """Time steps in plain torch."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_hybrid.ops.activations import sigmoid, softplus
