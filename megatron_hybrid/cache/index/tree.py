@@ -66,7 +66,7 @@ class Checkpoint:
     kind: Kind
     now: InitVar[int]
     origin: Origin = NO_ORIGIN
-    """Of the first request that reached the position."""
+    """That of the first request that reached the position."""
     pages: np.ndarray | None = None
     """None: not stored."""
     local_pages: Sequence[np.ndarray] = ()
