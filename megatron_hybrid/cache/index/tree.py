@@ -66,7 +66,7 @@ class Checkpoint:
     kind: Kind
     now: InitVar[int]
     origin: Origin = NO_ORIGIN
-    """That of the first request that reached the position."""
+    """The known prefix that the first request to reach the position continued."""
     pages: np.ndarray | None = None
     """None: not stored."""
     local_pages: Sequence[np.ndarray] = ()
