@@ -72,7 +72,7 @@ class Checkpoint:
     local_pages: Sequence[np.ndarray] = ()
     was_stored: bool = False
     tier_key: bytes | None = None
-    """Of its state in the tiers below, if it was offered."""
+    """The key of its state in the tiers below, if it was offered."""
     refused: bool = False
     """Whether its state was wanted, but found no room."""
     uses: int = 0
