@@ -93,7 +93,7 @@ class CheckpointFolder:
     @property
     def is_unknown_around(self) -> bool:
         """Whether the folder is of `PLAIN_AROUND`: its language model is told by its prefix."""
-        return self.values.get("model_type") in PLAIN_AROUND
+        return str(self.values.get("model_type")) in PLAIN_AROUND
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:

@@ -63,7 +63,7 @@ class Examination:
                 _check_requests(model, self.tokenizer)
             except (ValueError, TypeError) as error:
                 self.refusal = str(error)
-                if opened.values.get("model_type") not in ADAPTERS:
+                if str(opened.values.get("model_type")) not in ADAPTERS:
                     yield from _nearest(opened)
             if model is not None:
                 yield from _layers(model, parameters)

@@ -48,7 +48,7 @@ class MiniMax(Adapter):
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         fields.only(hf, sliding_window=None, router_jitter_noise=0.0, shared_intermediate_size=0)
-        fields.only(hf, postnorm=True)
+        fields.only(hf, postnorm=True, hidden_act=("silu", "swish"))
         hf = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, **hf}
         number, heads = fields.required(hf, "num_hidden_layers"), fields.attention(hf)
         rotary_dim = hf.get("rotary_dim", heads["kv_channels"])

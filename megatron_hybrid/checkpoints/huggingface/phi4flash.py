@@ -34,6 +34,7 @@ class Phi4Flash(Adapter):
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         fields.only(hf, mb_per_layer=2, layer_norm_eps=1e-5, mamba_proj_bias=False)
+        fields.only(hf, mlp_bias=False, lm_head_bias=False)
         sizes = "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
         for key, step in zip(sizes, (4, 2, 2)):
             if fields.required(hf, key) % step:
