@@ -76,7 +76,7 @@ class BailingHybrid(deepseek_v3.DeepseekV3):
     )
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        fields.only(hf, moe_renormalize=True, rope_interleave=True)
+        fields.only(hf, moe_renormalize=True, rope_interleave=True, hidden_act="silu")
         hf = self._as_deepseek({"num_experts": 512, "moe_intermediate_size": 768, **hf})
         hf = {"rope_theta": 6_000_000.0, "q_lora_rank": None, **hf}
         if self._symbols(hf)["linear_attention"] == "A":

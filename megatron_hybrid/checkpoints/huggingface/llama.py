@@ -63,7 +63,7 @@ class ErnieMoe(Adapter):
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         left_out = {"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "intermediate_size": 12288}
         hf = {**left_out, "tie_word_embeddings": True, **hf}
-        fields.only(hf, use_bias=False, moe_use_aux_free=(True, None))
+        fields.only(hf, use_bias=False, moe_use_aux_free=(True, None), moe_norm_min=1e-12)
         numbers = range(fields.required(hf, "num_hidden_layers"))
         first, last = hf.get("moe_layer_start_index", 1), hf.get("moe_layer_end_index", -1)
         interval, last = hf.get("moe_layer_interval", 1), len(numbers) - 1 if last == -1 else last
@@ -78,7 +78,7 @@ class ErnieMoe(Adapter):
             or None,
             "moe_router_topk": hf.get("moe_k", 6),
             "moe_router_enable_expert_bias": True,
-            "moe_router_topk_epsilon": hf.get("moe_norm_min", 1e-12),
+            "moe_router_topk_epsilon": 1e-12,
         }
 
 

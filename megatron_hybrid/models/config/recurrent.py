@@ -153,8 +153,8 @@ class GatedMemoryFields(LayerFields):
         if not (source and is_alone and layers[source - 1].mamba1_inner_size == width):
             raise ValueError(
                 f"layer {number} (J) reads the last Mamba-1 layer (S) before it: put one there, "
-                f"with the same mamba1_inner_size={width}, and both on the one pipeline stage of "
-                "pipeline_model_parallel_size=1."
+                f"with the same mamba1_inner_size={width}, and have one pipeline stage, not "
+                f"pipeline_model_parallel_size={self.pipeline_model_parallel_size}."
             )
 
 
