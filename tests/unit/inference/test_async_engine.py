@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 from commands import run_python
-from coroutines import in_loop
 from differential import InjectedError
 from forks import in_fork
 from reference import greedy, random_tokens, tiny_engine, tiny_model
@@ -94,7 +93,6 @@ def wait_until_threads_are_gone() -> None:
 
 
 @pytest.mark.parametrize("engine", [{"max_requests": 16}], indirect=True)
-@in_loop
 async def test_a_stream_has_one_output_for_each_token(engine):
     streams = await asyncio.gather(*(read(engine.stream(p, greedy(24))) for p in PROMPTS))
     assert [[len(output.token_ids) for output in outputs] for outputs in streams] == [[1] * 24] * 16
@@ -104,7 +102,6 @@ async def test_a_stream_has_one_output_for_each_token(engine):
         assert [output.result is None for output in outputs] == [True] * 23 + [False]
 
 
-@in_loop
 async def test_streams_run_from_when_they_are_made(engine):
     streams = [engine.stream(prompt, greedy(30)) for prompt in PROMPTS[:4]]
     outputs = [await read(stream) for stream in streams]  # one after another
@@ -121,7 +118,6 @@ def by_sample(outputs) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("engine", [{"max_requests": 3}], indirect=True)
-@in_loop
 async def test_a_stream_has_the_outputs_of_all_samples(engine):
     """Also where some of them wait for a slot, and one has a stop token before the others."""
     plain = SamplingParams(num_tokens_to_generate=9, seed=5)
@@ -145,7 +141,6 @@ async def test_a_stream_has_the_outputs_of_all_samples(engine):
         assert set(own) == {end.request_id}
 
 
-@in_loop
 async def test_the_state_behind_an_answer_is_there_when_it_comes(engine):
     first = await engine.generate(PROMPTS[0], greedy(10))
     again = await engine.generate(PROMPTS[0] + first.token_ids + [1, 2, 3], greedy(10))
@@ -159,7 +154,6 @@ async def test_the_state_behind_an_answer_is_there_when_it_comes(engine):
         ("text", {}, TypeError, "tokenizer"),
     ],
 )
-@in_loop
 async def test_bad_input_is_refused_where_it_is_awaited_and_changes_nothing(
     engine, prompt, given, error, message
 ):
@@ -177,7 +171,6 @@ async def test_bad_input_is_refused_where_it_is_awaited_and_changes_nothing(
 # Ends of requests --------------------------------------------------------------------------------
 
 
-@in_loop
 async def test_a_cancelled_task_frees_its_pages_and_changes_no_other(engine):
     others = [asyncio.create_task(engine.generate(p, greedy(60))) for p in PROMPTS[:3]]
     long = asyncio.create_task(engine.generate(PROMPTS[3], LONG))
@@ -200,7 +193,6 @@ async def test_a_cancelled_task_frees_its_pages_and_changes_no_other(engine):
 
 
 @pytest.mark.parametrize("method", ["generate", "stream"])
-@in_loop
 async def test_a_task_cancelled_before_its_request_is_added_adds_none(engine, method, gate):
     gate.is_open.clear()
     running = asyncio.create_task(engine.generate(PROMPTS[0], greedy(3)))
@@ -217,7 +209,6 @@ async def test_a_task_cancelled_before_its_request_is_added_adds_none(engine, me
     assert (await engine.stats())["requests"] == 1
 
 
-@in_loop
 async def test_a_stream_that_is_closed_before_its_request_is_taken_ends_for_its_readers(
     engine, gate
 ):
@@ -236,7 +227,6 @@ async def test_a_stream_that_is_closed_before_its_request_is_taken_ends_for_its_
 
 
 @pytest.mark.parametrize("way", ["aclose", "break", "cancel"])
-@in_loop
 async def test_a_stream_that_is_left_cancels_its_request(engine, way):
     async def leaves(engine):
         stream = engine.stream(PROMPTS[0], LONG, RequestOptions(n=3))
@@ -261,7 +251,6 @@ async def test_a_stream_that_is_left_cancels_its_request(engine, way):
     ("engine", "n"), [({"max_requests": n}, n) for n in (1, 3)], indirect=["engine"]
 )
 @pytest.mark.parametrize("method", ["generate", "stream"])
-@in_loop
 async def test_a_request_that_has_waited_too_long_to_begin_is_given_up(engine, method, n, gate):
     gate.is_open.clear()
     first = asyncio.create_task(engine.generate(PROMPTS[0], greedy(30), RequestOptions(n=n)))
@@ -284,14 +273,12 @@ async def test_a_request_that_has_waited_too_long_to_begin_is_given_up(engine, m
     assert stats["leases"] == 0 and stats["requests"] == n + 1
 
 
-@in_loop
 async def test_a_request_that_has_begun_is_not_given_up(engine):
     calls = [engine.generate(PROMPTS[i], greedy(9), queue_seconds=0.0) for i in (0, 1)]
     results = await asyncio.gather(*calls)
     assert [result.token_ids for result in results] == expected(PROMPTS[:2], greedy(9))
 
 
-@in_loop
 async def test_a_stream_that_has_begun_has_its_first_output_still(engine):
     stream = engine.stream(PROMPTS[0], greedy(9))
     await stream.begun()
@@ -299,7 +286,6 @@ async def test_a_stream_that_has_begun_has_its_first_output_still(engine):
     assert [tokens] == expected(PROMPTS[:1], greedy(9))
 
 
-@in_loop
 async def test_a_step_wakes_an_event_loop_once(engine, monkeypatch):
     loop, wakes = asyncio.get_running_loop(), []
     call_soon = loop.call_soon_threadsafe
@@ -317,7 +303,6 @@ async def test_a_step_wakes_an_event_loop_once(engine, monkeypatch):
     assert len(wakes) <= (await engine.stats())["steps"]
 
 
-@in_loop
 async def test_a_slow_reader_holds_nobody_back(engine):
     async with aclosing(engine.stream(PROMPTS[0], greedy(24))) as slow:
         outputs = [await anext(slow)]
@@ -335,7 +320,6 @@ async def test_a_slow_reader_holds_nobody_back(engine):
 
 
 @pytest.mark.parametrize("method", ["generate", "stream"])
-@in_loop
 async def test_an_answer_survives_a_failing_step_behind_it(engine, method, monkeypatch):
     """The step that runs the last token for its state."""
     answer = expected([PROMPTS[0]], greedy(5))[0]
@@ -355,7 +339,6 @@ async def test_an_answer_survives_a_failing_step_behind_it(engine, method, monke
     assert result.token_ids == answer
 
 
-@in_loop
 async def test_finished_calls_are_freed_by_an_idle_engine(engine):
     await engine.generate(PROMPTS[0], greedy(3))
     await read(engine.stream(PROMPTS[1], greedy(3)))
@@ -402,7 +385,6 @@ def test_a_panic_of_the_tokenizer_stops_no_engine():
     assert [asyncio.run(run()).token_ids] == expected(PROMPTS[2:3], greedy(5))
 
 
-@in_loop
 async def test_what_no_future_can_hold_is_raised():
     async with AsyncEngine(MODEL, BrokenTokenizer(), tiny_engine(MODEL).config) as engine:
         async with asyncio.timeout(300):
@@ -412,7 +394,6 @@ async def test_what_no_future_can_hold_is_raised():
                 await anext(engine.stream("text"))
 
 
-@in_loop
 async def test_an_engine_that_cannot_get_rid_of_its_work_does_not_spin(engine, monkeypatch):
     calls = []
 
@@ -433,7 +414,6 @@ async def test_an_engine_that_cannot_get_rid_of_its_work_does_not_spin(engine, m
 # The engine's methods ----------------------------------------------------------------------------
 
 
-@in_loop
 async def test_the_methods_of_the_engine_work_beside_requests(engine, tmp_path):
     stream = engine.stream(PROMPTS[0], LONG)
     await anext(stream)
@@ -456,7 +436,6 @@ async def test_the_methods_of_the_engine_work_beside_requests(engine, tmp_path):
         assert other.generate([PROMPTS[1]], greedy(5))[0].prefix.skipped_tokens > 0
 
 
-@in_loop
 async def test_an_idle_engine_makes_no_step(engine, monkeypatch):
     steps, step = [], DynamicInferenceEngine.step
 

@@ -9,7 +9,6 @@ import threading
 from functools import partial
 
 import pytest
-from coroutines import in_loop
 from differential import InjectedError, failing_forward
 from matrix import matrix_rows
 from reference import finish, full_logits, random_tokens, tiny_engine, tiny_model
@@ -247,7 +246,6 @@ def test_an_async_engine_compiles_off_its_thread(monkeypatch, expected):
     assert any("async-engine" not in name for name in threads)
 
 
-@in_loop
 async def test_a_stream_with_a_bad_guide_that_nobody_reads_logs_nothing():
     logged, loop = [], asyncio.get_running_loop()
     loop.set_exception_handler(lambda loop, context: logged.append(context["message"]))
