@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -443,25 +444,16 @@ async def test_an_idle_engine_makes_no_step(engine, monkeypatch):
 
 
 def test_loops_of_two_threads_share_one_engine():
-    engine, answers = make(), {}
+    engine = make()
 
     async def ask(prompts):
-        return await asyncio.gather(*(engine.generate(p, greedy(15)) for p in prompts))
+        results = await asyncio.gather(*(engine.generate(p, greedy(15)) for p in prompts))
+        return [result.token_ids for result in results]
 
-    def run(name, prompts):
-        results = asyncio.run(ask(prompts))
-        answers[name] = [result.token_ids for result in results]
-
-    workers = [
-        threading.Thread(target=run, args=("a", PROMPTS[:4])),
-        threading.Thread(target=run, args=("b", PROMPTS[4:8])),
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(asyncio.run, ask(part)) for part in (PROMPTS[:4], PROMPTS[4:8])]
     asyncio.run(engine.close())
-    assert answers["a"] + answers["b"] == expected(PROMPTS[:8], greedy(15))
+    assert calls[0].result() + calls[1].result() == expected(PROMPTS[:8], greedy(15))
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::RuntimeWarning")
