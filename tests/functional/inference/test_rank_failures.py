@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from rank_faults import frozen, killed, raising, stuck
 from rank_processes import join_ranks, rank_context, run_ranks
 from reference import greedy, is_greedy, random_tokens, tiny_model
-from waiting import LIMIT_S
+from waiting import LIMIT_S, wait_until
 
 from megatron_hybrid.checkpoints import pretrained
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
@@ -476,8 +476,7 @@ def run_to_the_end(rank, folder, name):
             if failing_rank == 0:
                 model.register_forward_pre_hook(fail)
             if name.endswith("new weights"):
-                while engine.rank_failure is None:
-                    time.sleep(0.01)
+                wait_until(lambda: engine.rank_failure is not None)
                 engine.load_weights({})
             ask(engine, PROMPTS[1])
         return
