@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import settings
+from waiting import LIMIT_S
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("without deadlines", deadline=None)
@@ -35,11 +36,12 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_pyfunc_call(pyfuncitem):
-    """A test that is a coroutine runs in a loop of its own."""
+    """A test that is a coroutine runs in a loop of its own; a limit of time ends what hangs."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = pyfuncitem._fixtureinfo.argnames
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    test = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+    asyncio.run(asyncio.wait_for(test, LIMIT_S))
     return True
 
 

@@ -38,19 +38,19 @@ TIMEOUT = 5.0
 """`rank_timeout`, of which calls that are no step have ten times as much."""
 
 
-def killed() -> None:
+def killed(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def frozen() -> None:
+def frozen(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def stuck() -> None:
+def stuck(*_: object) -> None:
     time.sleep(10 * LIMIT_SECONDS)
 
 
-def raising() -> None:
+def raising(*_: object) -> None:
     raise OSError("a part of the machine is on fire")
 
 

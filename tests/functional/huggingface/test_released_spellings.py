@@ -43,6 +43,14 @@ def test_both_spellings_are_read_and_the_released_one_is_written(name, released,
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
+@torch.no_grad()
+def assert_equal_logits(folder, theirs, tokens, tolerance=1e-5):
+    model, _ = mh.load_pretrained(folder)
+    expected = Reference(theirs).logits(tokens)
+    torch.testing.assert_close(model(tokens), expected, atol=tolerance, rtol=0)
+    return model
+
+
 @pytest.mark.parametrize(
     ("name", "released", "more"),
     [("qwen2", "mimo", "model.mtp_layers.0.input_proj.weight"), ("deepseek_v3", "kimi_k2", None)],
@@ -54,9 +62,7 @@ def test_what_transformers_knows_by_another_name(name, released, more, tmp_path)
     if more is not None:  # of an MTP head
         tensors = load_file(tmp_path / "model.safetensors") | {more: torch.zeros(2, 2)}
         save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    model, _ = mh.load_pretrained(tmp_path)
-    tokens = torch.arange(3, 60)[None]
-    torch.testing.assert_close(model(tokens), Reference(theirs).logits(tokens), atol=1e-4, rtol=0)
+    assert_equal_logits(tmp_path, theirs, torch.arange(3, 60)[None], 1e-4)
 
 
 def test_ling_2_5_has_lightning_attention_and_latent_attention(tmp_path):
@@ -70,10 +76,8 @@ def test_ling_2_5_has_lightning_attention_and_latent_attention(tmp_path):
         for parameter in theirs.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.08)
     theirs.save_pretrained(tmp_path)
-    model, _ = mh.load_pretrained(tmp_path)
+    model = assert_equal_logits(tmp_path, theirs, torch.arange(3, 60)[None])
     assert model.config.layer_pattern == "A-+EAE+-+E"
-    tokens = torch.arange(3, 60)[None]
-    torch.testing.assert_close(model(tokens), Reference(theirs).logits(tokens), atol=1e-5, rtol=0)
 
 
 KIMI = {
@@ -93,12 +97,6 @@ def config_of(model_type, **values):
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1000.0}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 MIMO = dict(rope_parameters=None, partial_rotary_factor=0.334, swa_num_key_value_heads=2)
-
-
-@torch.no_grad()
-def assert_equal_logits(folder, theirs, tokens):
-    model, _ = mh.load_pretrained(folder)
-    torch.testing.assert_close(model(tokens), Reference(theirs).logits(tokens), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(

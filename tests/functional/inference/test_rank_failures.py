@@ -4,7 +4,6 @@ import errno
 import os
 import re
 import shutil
-import signal
 import socket
 import threading
 import time
@@ -18,9 +17,10 @@ import torch.distributed as dist
 from commands import free_port
 from matrix import asked, matrix_rows
 from megatron.core import parallel_state
+from rank_faults import frozen, killed, raising, stuck
 from rank_processes import join_ranks, rank_context, run_ranks
 from reference import greedy, is_greedy, random_tokens, tiny_model
-from waiting import LIMIT_S
+from waiting import LIMIT_S, wait_until
 
 from megatron_hybrid.checkpoints import pretrained
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
@@ -212,36 +212,20 @@ def no_room_to_suspend(model, rank, folder):
 
 
 CASES = {
-    case.__name__: case
-    for case in (
-        no_room_for_states,
-        no_room_to_park,
-        no_room_to_restore,
-        no_room_to_fetch,
-        no_room_in_host_memory,
-        full_disk,
-        save_to_a_full_disk,
-        damaged_disk,
-        slow_disk,
-        lost_folder,
-        changed_weights,
-        no_room_to_suspend,
-    )
+    no_room_for_states: [0, 0, 90],
+    no_room_to_park: None,
+    no_room_to_restore: [0, 90, 0, 0],  # the report of the first attempt
+    no_room_to_fetch: [0, 0],
+    no_room_in_host_memory: None,
+    full_disk: [0, 0, 0, 90],
+    save_to_a_full_disk: [0, 90, 0],
+    damaged_disk: [0, 0, 90],
+    slow_disk: [0, 90, 0],
+    lost_folder: [0, 0, 0, 0],
+    changed_weights: [0, 0],
+    no_room_to_suspend: [0, 90],
 }
-SKIPPED = {
-    "no_room_for_states": [0, 0, 90],
-    "no_room_to_restore": [0, 90, 0, 0],  # the report of the first attempt
-    "no_room_to_fetch": [0, 0],
-    "no_room_in_host_memory": None,
-    "full_disk": [0, 0, 0, 90],
-    "save_to_a_full_disk": [0, 90, 0],
-    "damaged_disk": [0, 0, 90],
-    "slow_disk": [0, 90, 0],
-    "lost_folder": [0, 0, 0, 0],
-    "changed_weights": [0, 0],
-    "no_room_to_suspend": [0, 90],
-}
-"""Skipped tokens of each answer: what the failure costs, and no more."""
+"""Skipped tokens of each answer: what the failure costs, and no more; None: as it happens."""
 
 
 def start(rank, folder, name):
@@ -254,12 +238,12 @@ def start(rank, folder, name):
 
 def run_rank(rank, folder):
     model, given = start(rank, folder, "cases"), {}
-    for name, case in CASES.items():
-        engine, answers = case(model, rank, f"{folder}/{name}")
+    for case in CASES:
+        engine, answers = case(model, rank, f"{folder}/{case.__name__}")
         engine.check_integrity()
         stats = engine.stats()
         keys = ("checkpoints", "pages_free", "host_states", "disk_states", "disk_kv_blocks")
-        given[name] = answers, [stats[key] for key in keys], str(engine.cache.digest())
+        given[case.__name__] = answers, [stats[key] for key in keys], str(engine.cache.digest())
         engine.close()
     for case in (*DIFFERENCES, *ON_ONE):
         given[case.__name__] = told_of(case, model, rank)
@@ -281,16 +265,16 @@ def by_rank(folder):
     return [torch.load(folder / f"cases.{rank}.pt") for rank in range(RANKS)]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_invariant_7_ranks_stay_alike_where_one_fails(by_rank, name):
-    answers, *state = by_rank[0][name]
-    assert by_rank[1][name] == (answers, *state)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_invariant_7_ranks_stay_alike_where_one_fails(by_rank, case):
+    answers, *state = by_rank[0][case.__name__]
+    assert by_rank[1][case.__name__] == (answers, *state)
     model = tiny_model(**MODEL)
     for tokens, _, _ in answers:
         prompts = [p for p in (*PROMPTS, *(p[:30] for p in PROMPTS)) if is_greedy(model, p, tokens)]
         assert prompts, tokens
-    if SKIPPED.get(name) is not None:
-        assert [skipped for _, skipped, _ in answers] == SKIPPED[name]
+    if CASES[case] is not None:
+        assert [skipped for _, skipped, _ in answers] == CASES[case]
 
 
 # Ranks that differ ------------------------------------------------------------------------------
@@ -438,16 +422,8 @@ def test_a_rank_that_raises_keeps_its_error_and_the_others_are_told(by_rank, cas
 # Failures that end the job ----------------------------------------------------------------------
 
 
-def raises(*_):
-    raise RuntimeError("a part of the machine is on fire")
-
-
 def leaves(*_):
     os._exit(0)
-
-
-def dies(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def decides_otherwise(engine):
@@ -455,29 +431,21 @@ def decides_otherwise(engine):
     engine.cache.reserve_checkpoint = mock.Mock(side_effect=NO_MEMORY)
 
 
-def is_frozen(*_):
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def is_stuck(*_):
-    time.sleep(2 * LIMIT_S)
-
-
 ENDS = {
     # Name: (rank that fails, how, whether its process lives on, whether the first rank is idle)
-    "a following rank raises": (1, raises, False, False),
-    "a following rank raises and stays": (1, raises, True, False),
-    "a following rank dies": (1, dies, False, False),
-    "a following rank dies while nothing runs": (1, dies, False, True),
-    "a following rank dies before new weights": (1, dies, False, False),
+    "a following rank raises": (1, raising, False, False),
+    "a following rank raises and stays": (1, raising, True, False),
+    "a following rank dies": (1, killed, False, False),
+    "a following rank dies while nothing runs": (1, killed, False, True),
+    "a following rank dies before new weights": (1, killed, False, False),
     "a following rank decides otherwise": (1, decides_otherwise, False, False),
-    "the leading rank raises": (0, raises, False, False),
-    "the leading rank dies": (0, dies, False, False),
-    "a following rank is frozen": (1, is_frozen, False, False),
-    "a following rank is stuck": (1, is_stuck, False, False),
-    "the leading rank is frozen": (0, is_frozen, False, False),
-    "the leading rank is stuck": (0, is_stuck, False, False),
-    "a rank dies where all make the calls": (1, dies, False, False),
+    "the leading rank raises": (0, raising, False, False),
+    "the leading rank dies": (0, killed, False, False),
+    "a following rank is frozen": (1, frozen, False, False),
+    "a following rank is stuck": (1, stuck, False, False),
+    "the leading rank is frozen": (0, frozen, False, False),
+    "the leading rank is stuck": (0, stuck, False, False),
+    "a rank dies where all make the calls": (1, killed, False, False),
 }
 ROWS = matrix_rows(
     ENDS,
@@ -490,7 +458,7 @@ ROWS = matrix_rows(
 def run_to_the_end(rank, folder, name):
     os.dup2(os.open(f"{folder}/{name}.{rank}.log", os.O_CREAT | os.O_WRONLY), 2)
     failing_rank, fail, stays, idle = ENDS[name]
-    watchdog.SILENCE_SECONDS, timeout = 5.0, 3.0 if fail is is_stuck else None
+    watchdog.SILENCE_SECONDS, timeout = 5.0, 3.0 if fail is stuck else None
     model = start(rank, folder, name)
     if rank == failing_rank == 1 and not idle and fail is not decides_otherwise:
         steps = iter(range(100))
@@ -508,8 +476,7 @@ def run_to_the_end(rank, folder, name):
             if failing_rank == 0:
                 model.register_forward_pre_hook(fail)
             if name.endswith("new weights"):
-                while engine.rank_failure is None:
-                    time.sleep(0.01)
+                wait_until(lambda: engine.rank_failure is not None)
                 engine.load_weights({})
             ask(engine, PROMPTS[1])
         return
@@ -563,7 +530,7 @@ def test_a_failed_rank_ends_the_job_on_all_ranks(ended, name):
     assert in_time
     assert codes[1 - failing_rank] == 1
     assert f"rank {failing_rank} on {socket.gethostname()} " in logs[1 - failing_rank]
-    if fail is raises:
+    if fail is raising:
         assert "a part of the machine is on fire" in logs[1 - failing_rank]
 
 
@@ -571,8 +538,8 @@ def test_a_failed_rank_ends_the_job_on_all_ranks(ended, name):
 
 EARLY = {
     # When rank 1 fails: how, and what rank 0 is told, with {} for the host.
-    "when it has joined": (dies, "has ended, for which rank 0 on {} waits: in load_pretrained()"),
-    "while it loads": (raises, "rank 1 on {}: a part of the machine is on fire"),
+    "when it has joined": (killed, "has ended, for which rank 0 on {} waits: in load_pretrained()"),
+    "while it loads": (raising, "rank 1 on {}: a part of the machine is on fire"),
     "before the weights": (leaves, "has ended, for which rank 0 on {} waits: in load_checkpoint()"),
     "before the engine": (leaves, "has ended, for which rank 0 on {} waits: making an engine"),
 }

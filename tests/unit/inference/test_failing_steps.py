@@ -3,6 +3,7 @@ alone."""
 
 import asyncio
 import logging
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import product
 
@@ -29,18 +30,14 @@ PARAMS = [
 POISON = 96
 
 
-def serve(body, **fields):
-    async def run():
-        config = replace(tiny_engine(MODEL).config, **fields)
-        async with AsyncEngine(MODEL, None, config) as engine:
-            async with asyncio.timeout(300):
-                result = await body(engine)
-                await engine.check_integrity()
-                stats = await engine.stats()
-            assert stats["leases"] == stats["requests_running"] == stats["requests_waiting"] == 0
-            return result, stats
-
-    return asyncio.run(run())
+@asynccontextmanager
+async def serving(**fields):
+    """An engine that holds nothing at the end, and is whole."""
+    async with AsyncEngine(MODEL, None, replace(tiny_engine(MODEL).config, **fields)) as engine:
+        yield engine
+        await engine.check_integrity()
+        stats = await engine.stats()
+        assert stats["leases"] == stats["requests_running"] == stats["requests_waiting"] == 0
 
 
 async def read(stream) -> list[int]:
@@ -72,7 +69,7 @@ PLACES = [
     ("seed", "fields"),
     matrix_rows(product(range(3), ({}, SMALL)), (0, {}), (1, SMALL)),
 )
-def test_failing_steps_lose_and_repeat_no_token(seed, fields, monkeypatch, caplog):
+async def test_failing_steps_lose_and_repeat_no_token(seed, fields, monkeypatch, caplog):
     """They fail before or behind what they do, at seven places; at most twice before all got on."""
     random, failures = np.random.default_rng(seed), [0]  # of each step
 
@@ -95,11 +92,10 @@ def test_failing_steps_lose_and_repeat_no_token(seed, fields, monkeypatch, caplo
     for owner, name in PLACES:
         monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
 
-    async def body(engine):
-        return await asyncio.gather(*map(read, streams(engine)))
-
     with caplog.at_level(logging.ERROR):
-        tokens, stats = serve(body, **fields)
+        async with serving(**fields) as engine:
+            tokens = await asyncio.gather(*map(read, streams(engine)))
+            stats = await engine.stats()
     monkeypatch.undo()
     assert tokens == expected()
     assert stats["step_failures"] == sum(failures) > 3
@@ -115,7 +111,7 @@ def test_failing_steps_lose_and_repeat_no_token(seed, fields, monkeypatch, caplo
         ["first tokens", "middle of a prefill", "answer", "admission"], "answer", "admission"
     ),
 )
-def test_a_request_that_always_fails_ends_after_three_tries_and_no_other(place, monkeypatch):
+async def test_a_request_that_always_fails_ends_after_three_tries_and_no_other(place, monkeypatch):
     tries = []
     prompt, params = [POISON] * 150, SamplingParams(num_tokens_to_generate=60, seed=1)
     position = {"first tokens": 0, "middle of a prefill": 140, "answer": 160, "admission": None}[
@@ -143,39 +139,34 @@ def test_a_request_that_always_fails_ends_after_three_tries_and_no_other(place, 
     else:
         monkeypatch.setattr(ModelRunner, "forward", fail_in_forward)
 
-    async def body(engine):
+    async with serving(max_requests=16, max_tokens=128) as engine:
         tasks = [asyncio.create_task(read(stream)) for stream in streams(engine)]
         poisoned = asyncio.create_task(read(engine.stream(prompt, params)))
         later = asyncio.create_task(engine.generate(PROMPTS[0][:9], greedy(5)))
         with pytest.raises(InjectedError):
             await poisoned
         assert (await later).token_ids == expected([PROMPTS[0][:9]], greedy(5))[0]
-        return await asyncio.gather(*tasks)
-
-    tokens, stats = serve(body, max_requests=16, max_tokens=128)
-    assert len(tries) == 3 == stats["step_failures"]
+        tokens = await asyncio.gather(*tasks)
+        assert len(tries) == 3 == (await engine.stats())["step_failures"]
     monkeypatch.undo()
     assert tokens == expected()
 
 
-def test_where_every_step_fails_each_request_gets_its_error_and_nothing_spins(monkeypatch):
+async def test_where_every_step_fails_each_request_gets_its_error_and_nothing_spins(monkeypatch):
     def broken(self, plan):
         raise InjectedError
 
-    async def body(engine):
+    async with serving() as engine:
         with monkeypatch.context() as patch:
             patch.setattr(ModelRunner, "forward", broken)
             results = await asyncio.gather(*map(read, streams(engine)), return_exceptions=True)
         assert [type(result) for result in results] == [InjectedError] * 8
-        return await asyncio.gather(*map(read, streams(engine)))
-
-    tokens, stats = serve(body)
-    assert tokens == expected()
-    # Ten where all are in the queue before the first step.
-    assert 2 + 8 <= stats["step_failures"] <= 3 * 8
+        assert await asyncio.gather(*map(read, streams(engine))) == expected()
+        # Ten where all are in the queue before the first step.
+        assert 2 + 8 <= (await engine.stats())["step_failures"] <= 3 * 8
 
 
-def test_one_sample_that_always_fails_ends_its_request(monkeypatch):
+async def test_one_sample_that_always_fails_ends_its_request(monkeypatch):
     forward = ModelRunner.forward
 
     def failing(self, plan):
@@ -184,30 +175,25 @@ def test_one_sample_that_always_fails_ends_its_request(monkeypatch):
         return forward(self, plan)
 
     monkeypatch.setattr(ModelRunner, "forward", failing)
-
-    async def body(engine):
+    async with serving() as engine:
         samples = asyncio.create_task(engine.generate(PROMPTS[0], PARAMS[0], RequestOptions(n=3)))
         other = asyncio.create_task(engine.generate(PROMPTS[1], PARAMS[1]))
         with pytest.raises(InjectedError):
             await samples
-        return (await other).token_ids
-
-    assert serve(body)[0] == expected(PROMPTS[1:2], PARAMS[1:2])[0]
+        assert (await other).token_ids == expected(PROMPTS[1:2], PARAMS[1:2])[0]
 
 
-def test_where_a_rank_has_failed_all_requests_get_the_error(monkeypatch):
+async def test_where_a_rank_has_failed_all_requests_get_the_error(monkeypatch):
     calls = []
 
     def failed(self):
         calls.append(self)
         raise RankFailedError("rank 1 has failed")
 
-    async def body(engine):
+    async with serving() as engine:
         with monkeypatch.context() as patch:
             patch.setattr(RankControl, "has_failed", property(lambda self: True))
             patch.setattr(DynamicInferenceEngine, "step", failed)
             results = await asyncio.gather(*map(read, streams(engine)), return_exceptions=True)
         assert [type(result) for result in results] == [RankFailedError] * 8
-
-    serve(body)
     assert len(calls) < 8

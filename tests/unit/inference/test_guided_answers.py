@@ -9,7 +9,6 @@ import threading
 from functools import partial
 
 import pytest
-from coroutines import in_loop
 from differential import InjectedError, failing_forward
 from matrix import matrix_rows
 from reference import finish, full_logits, random_tokens, tiny_engine, tiny_model
@@ -218,7 +217,7 @@ def test_a_bad_guide_changes_nothing():
         tiny_engine(MODEL).add_request(PROMPT, options=RequestOptions(guide=WORD))
 
 
-def test_an_async_engine_compiles_off_its_thread(monkeypatch, expected):
+async def test_an_async_engine_compiles_off_its_thread(monkeypatch, expected):
     threads, check = [], RequestBuilder.check_guide
 
     def checked(self, guide):
@@ -229,25 +228,19 @@ def test_an_async_engine_compiles_off_its_thread(monkeypatch, expected):
     config = InferenceConfig(
         cache_bytes=4 << 20, max_requests=8, max_tokens=512, max_sequence_length=1024
     )
-
-    async def run():
-        async with AsyncEngine(MODEL, Tokenizer(), config) as engine:
-            generate = partial(engine.generate, PROMPT, sampled())
-            results = await asyncio.gather(generate(RequestOptions(guide=WORD, n=3)), generate())
-            stream = engine.stream(PROMPT, sampled(), RequestOptions(guide=WORD))
-            streamed = [token async for output in stream for token in output.token_ids]
-            with pytest.raises(ValueError, match="cannot be used"):
-                await generate(RequestOptions(guide=Guide.regex("(a")))
-            with pytest.raises(ValueError, match="cannot be used"):
-                await anext(engine.stream(PROMPT, options=RequestOptions(guide=Guide.regex("(a"))))
-            return answers_of(results[0]), streamed
-
-    answers, streamed = asyncio.run(run())
-    assert answers == expected and streamed == expected[0]
+    async with AsyncEngine(MODEL, Tokenizer(), config) as engine:
+        generate = partial(engine.generate, PROMPT, sampled())
+        results = await asyncio.gather(generate(RequestOptions(guide=WORD, n=3)), generate())
+        stream = engine.stream(PROMPT, sampled(), RequestOptions(guide=WORD))
+        streamed = [token async for output in stream for token in output.token_ids]
+        with pytest.raises(ValueError, match="cannot be used"):
+            await generate(RequestOptions(guide=Guide.regex("(a")))
+        with pytest.raises(ValueError, match="cannot be used"):
+            await anext(engine.stream(PROMPT, options=RequestOptions(guide=Guide.regex("(a"))))
+    assert answers_of(results[0]) == expected and streamed == expected[0]
     assert any("async-engine" not in name for name in threads)
 
 
-@in_loop
 async def test_a_stream_with_a_bad_guide_that_nobody_reads_logs_nothing():
     logged, loop = [], asyncio.get_running_loop()
     loop.set_exception_handler(lambda loop, context: logged.append(context["message"]))

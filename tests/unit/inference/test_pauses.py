@@ -4,7 +4,6 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
-from coroutines import in_loop
 from reference import fresh_model, greedy, is_greedy, random_tokens
 
 from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
@@ -37,7 +36,6 @@ async def cached_tokens(engine):
     return (await engine.stats())["cached_tokens"]
 
 
-@in_loop
 async def test_abort_ends_requests_with_what_they_have():
     async with running() as (engine, stream, first, task):
         await engine.pause_generation("abort", clear_cache=False)
@@ -67,7 +65,6 @@ async def begun_pause(engine) -> asyncio.Task:
     return pause
 
 
-@in_loop
 async def test_wait_lets_requests_end_and_others_wait():
     async with running() as (engine, stream, _, task):
         pause = await begun_pause(engine)
@@ -80,7 +77,6 @@ async def test_wait_lets_requests_end_and_others_wait():
         assert (await late).prefix.skipped_tokens == 0
 
 
-@in_loop
 async def test_a_wait_for_a_pause_that_was_ended_raises():
     async with running() as (engine, stream, _, task):
         pause = await begun_pause(engine)
@@ -92,7 +88,6 @@ async def test_a_wait_for_a_pause_that_was_ended_raises():
         await rest_of(stream)
 
 
-@in_loop
 async def test_kept_requests_go_on_where_they_were():
     async with running() as (engine, stream, _, task):
         await engine.pause_generation("keep")
@@ -109,7 +104,6 @@ async def test_kept_requests_go_on_where_they_were():
         assert (await engine.stats())["request_restarts"] == 0
 
 
-@in_loop
 async def test_an_update_holds_requests_back_and_they_go_on_with_it(tmp_path):
     save_checkpoint(fresh_model("M*-", 1), tmp_path)
     async with running() as (engine, stream, _, task):
@@ -136,7 +130,6 @@ async def test_an_update_holds_requests_back_and_they_go_on_with_it(tmp_path):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-@in_loop
 async def test_sleep_gives_memory_back_and_wake_up_takes_it_again(level, tmp_path):
     save_checkpoint(fresh_model("M*-", 1), tmp_path)
     async with running() as (engine, stream, _, task):
@@ -164,7 +157,6 @@ async def test_sleep_gives_memory_back_and_wake_up_takes_it_again(level, tmp_pat
         await engine.check_integrity()
 
 
-@in_loop
 async def test_what_there_is_not_is_refused():
     async with AsyncEngine(fresh_model("M*-"), None, InferenceConfig(**CONFIG)) as engine:
         with pytest.raises(ValueError, match="mode is 'stop'; use one of abort, wait, keep"):

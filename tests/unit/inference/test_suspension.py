@@ -2,6 +2,7 @@
 
 import errno
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -153,47 +154,34 @@ def test_preempted_and_forked_requests_go_on_from_the_disk(tmp_path):
     engine.close()
 
 
-def test_a_full_disk_changes_nothing(tmp_path, monkeypatch):
-    engine = tiny_engine(cache_dir=tmp_path)
+LACKS = {
+    "disk": (os, "pwrite", OSError(errno.ENOSPC, "No space left on device"), "No space left"),
+    "host": (torch, "empty", RuntimeError("can't allocate memory"), "the host has no room"),
+}
+"""By tier: the function of a module that fails, its error, and what the caller is told."""
+
+
+@pytest.mark.parametrize("tier", LACKS)
+def test_a_tier_without_room_changes_nothing(tier, tmp_path, monkeypatch):
+    engine = tiny_engine(cache_dir=tmp_path if tier == "disk" else None)
     request = halfway(engine)
     left = request.params.num_tokens_to_generate - request.num_generated
     digest, computed = engine.cache.digest(), engine.stats()["forward_tokens"]
-
-    def full(*arguments):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr(os, "pwrite", full)
-        engine.suspend("disk")
+    owner, name, error, said = LACKS[tier]
+    with monkeypatch.context() as patch, pytest.raises((OSError, MemoryError), match=said):
+        patch.setattr(owner, name, mock.Mock(side_effect=error))
+        engine.suspend(tier)
     assert not engine.is_suspended and engine.cache.digest() == digest
     while not request.done:
         engine.step()
     assert engine.stats()["forward_tokens"] - computed == left
     assert is_greedy(tiny_model(), [*PROMPT, 1, 2, 3], request.token_ids)
-    engine.suspend("disk")  # once the disk has room again
+    engine.suspend(tier)  # once there is room again
     engine.resume()
     again = engine.generate([PROMPT], greedy(4))[0]
-    assert again.prefix.fetched_tokens == len(PROMPT)
+    assert again.prefix.skipped_tokens == len(PROMPT)
+    assert again.prefix.fetched_tokens == (len(PROMPT) if tier == "disk" else 0)
     engine.close()
-
-
-def test_no_host_memory_changes_nothing(monkeypatch):
-    engine = tiny_engine()
-    request = halfway(engine)
-    left = request.params.num_tokens_to_generate - request.num_generated
-    computed = engine.stats()["forward_tokens"]
-
-    def full(*arguments, **fields):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    with monkeypatch.context() as patch, pytest.raises(MemoryError, match="the host has no room"):
-        patch.setattr(torch, "empty", full)
-        engine.suspend("host")
-    assert not engine.is_suspended
-    while not request.done:
-        engine.step()
-    assert engine.stats()["forward_tokens"] - computed == left
-    assert is_greedy(tiny_model(), [*PROMPT, 1, 2, 3], request.token_ids)
 
 
 def test_a_failed_resume_holds_nothing(monkeypatch):

@@ -220,7 +220,7 @@ async def test_a_shutdown_whose_caller_gives_up_goes_on():
     await asyncio.wait_for(llm.wait_for_shutdown(), LIMIT_S)
 
 
-def test_what_the_async_class_does_not_do_is_refused():
+async def test_what_the_async_class_does_not_do_is_refused():
     with pytest.raises(ValueError, match="use_coordinator=True"):
         MegatronAsyncLLM(**arguments(use_coordinator=False))
     direct = MegatronLLM(**arguments(use_coordinator=False))
@@ -229,13 +229,9 @@ def test_what_the_async_class_does_not_do_is_refused():
     with pytest.raises(ValueError, match="multi_modal_data"):
         direct.generate(PROMPT, greedy_params(1), multi_modal_data={"image": b""})
     assert direct.generate(PROMPT, greedy_params(1), multi_modal_data=None)[0].succeeded()
-
-    async def serve() -> None:
-        async with MegatronAsyncLLM(**arguments()) as llm:
-            with pytest.raises(ValueError, match="the bytes of tokens, which LetterTokenizer does"):
-                await llm.serve(ServeConfig(port=1))
-
-    asyncio.run(serve())
+    async with MegatronAsyncLLM(**arguments()) as llm:
+        with pytest.raises(ValueError, match="the bytes of tokens, which LetterTokenizer does"):
+            await llm.serve(ServeConfig(port=1))
 
 
 def test_serve_is_our_server(tmp_path):

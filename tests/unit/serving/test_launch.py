@@ -4,11 +4,11 @@ import os
 import signal
 import socket
 import threading
-import time
 
 import psutil
 import pytest
 import torch
+from waiting import wait_until
 
 from megatron_hybrid.cli import main
 from megatron_hybrid.serving import launch as launching
@@ -105,10 +105,7 @@ def test_signals_are_passed_on_to_the_ranks(tmp_path, capfd, handles, number):
     code += f"open('{tmp_path}/%d' % rank, 'w'); time.sleep(60)"
 
     def end():
-        for _ in range(6000):
-            if len(list(tmp_path.iterdir())) == 2:
-                break
-            time.sleep(0.01)
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
         os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=end)

@@ -159,25 +159,23 @@ def test_what_cannot_be_loaded_changes_nothing(folder, expected):
         engine.adapters.load("a", folder / "a")
 
 
-def test_requests_are_answered_while_an_adapter_is_read(folder, expected, monkeypatch):
+async def test_requests_are_answered_while_an_adapter_is_read(folder, expected, monkeypatch):
     read, may_read = adapter_bank.read_adapters, threading.Event()
 
     def read_late(*args):
         assert may_read.wait(60)
         return read(*args)
 
-    async def run():
-        config = InferenceConfig(cache_bytes=4 << 20, max_adapters=1, max_adapter_rank=12)
-        async with AsyncEngine(base(), None, config) as engine:
-            loads = [asyncio.create_task(engine.load_adapter(of, folder / of)) for of in "-a"]
-            alone = await engine.generate(PROMPTS[0], PARAMS)
-            assert not any(load.done() for load in loads) and engine.adapters == []
-            may_read.set()
-            with pytest.raises(ValueError, match="has no adapters to read"):
-                await loads[0]
-            await loads[1]
-            return alone, await engine.generate(PROMPTS[0], PARAMS, RequestOptions(adapter="a"))
-
     monkeypatch.setattr(adapter_bank, "read_adapters", read_late)
-    for name, answer in zip((None, "a"), asyncio.run(run())):
-        assert answer.token_ids == expected[name][0].token_ids
+    config = InferenceConfig(cache_bytes=4 << 20, max_adapters=1, max_adapter_rank=12)
+    async with AsyncEngine(base(), None, config) as engine:
+        loads = [asyncio.create_task(engine.load_adapter(of, folder / of)) for of in "-a"]
+        alone = await engine.generate(PROMPTS[0], PARAMS)
+        assert not any(load.done() for load in loads) and engine.adapters == []
+        may_read.set()
+        with pytest.raises(ValueError, match="has no adapters to read"):
+            await loads[0]
+        await loads[1]
+        adapted = await engine.generate(PROMPTS[0], PARAMS, RequestOptions(adapter="a"))
+    assert alone.token_ids == expected[None][0].token_ids
+    assert adapted.token_ids == expected["a"][0].token_ids
