@@ -147,7 +147,8 @@ async def test_a_request_that_always_fails_ends_after_three_tries_and_no_other(p
             await poisoned
         assert (await later).token_ids == expected([PROMPTS[0][:9]], greedy(5))[0]
         tokens = await asyncio.gather(*tasks)
-        assert len(tries) == 3 == (await engine.stats())["step_failures"]
+        # In a prefill the second try begins further than the first, and they are counted anew.
+        assert len(tries) == 3 + (position == 140) == (await engine.stats())["step_failures"]
     monkeypatch.undo()
     assert tokens == expected()
 

@@ -332,16 +332,14 @@ def test_every_op_gives_a_row_its_bits_whatever_is_beside_it(name, dtype):
 def test_attention_gives_a_row_its_bits_in_any_cut(pattern, sinks, dtype):
     T, D = 150, 32
     q, k, v = (randn(seeded(0), T, heads, D, dtype=dtype) for heads in (4, 2, 2))
-    table = torch.arange(T)[None]
+    pages, table = (k[:, None], v[:, None]), torch.arange(T)[None]
     expected = ops.varlen_attention(q, k, v, RaggedLayout((T,), (0,)), pattern, sinks)
     for length in (1, 2, 3, 5, 31, 64):
         for begin in range(0, T, length):
             rows = slice(begin, min(begin + length, T))
             for is_decode in (False, True)[: 1 + (length <= 3)]:
                 layout = RaggedLayout((rows.stop - begin,), (begin,), num_decodes=int(is_decode))
-                y = ops.paged_attention(
-                    q[rows], k[:, None], v[:, None], table, layout, pattern, sinks
-                )
+                y = ops.paged_attention(q[rows], *pages, table, layout, pattern, sinks)
                 assert torch.equal(y, expected[rows])
 
 
