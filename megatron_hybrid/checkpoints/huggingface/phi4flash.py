@@ -36,7 +36,6 @@ class Phi4Flash(Adapter):
         fields.only(hf, mb_per_layer=2, layer_norm_eps=1e-5, mamba_proj_bias=False)
         fields.only(hf, mlp_bias=False, lm_head_bias=False)
         sizes = "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
-        hf = {"num_key_value_heads": 4, "sliding_window": 2047, **hf}
         for key, step in zip(sizes, (4, 2, 2)):
             if fields.required(hf, key) % step:
                 raise ValueError(f"config.json has {key}={hf[key]}, not a multiple of {step}")

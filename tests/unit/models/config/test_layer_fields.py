@@ -14,7 +14,7 @@ REFUSED = {
     "J": [({}, "layer 1 .J. reads the last Mamba-1 layer .S. before it")],
     "SJ": [
         ({"layer_overrides": {"J": {"mamba1_inner_size": 64}}}, "same mamba1_inner_size=64"),
-        ({"pipeline_model_parallel_size": 2}, "on the one pipeline stage"),
+        ({"pipeline_model_parallel_size": 2}, "have one pipeline stage, not"),
     ],
     "C": [
         ({"hidden_size": 49, "tensor_model_parallel_size": 2}, "hidden_size is 49, which does not"),
