@@ -246,12 +246,12 @@ class DraftedRun(RandomDraws):
             self._compare(before, after)
 
     def _compare(self, before: GenerationResult, after: GenerationResult) -> None:
-        about = (
-            f"seed {self.seed}, {self.model.config.layer_pattern}, {self.fields}, {self.drafter}"
-        )
+        pattern = self.model.config.layer_pattern
+        about = f"seed {self.seed}, {pattern}, {self.fields}, {self.drafter}"
         for part in ("token_ids", "text", "finish_reason", "stop_reason", "error"):
             assert getattr(before, part) == getattr(after, part), (about, part, before, after)
-        if self.is_sequential:
+        # On a CPU, rows of torch's grouped products, of experts in graphs, depend on their number.
+        if self.is_sequential and not (self.has_graphs and {"E", "B"} & {*pattern}):
             if self.drafter == "part":  # its keys and values are shared where the model has none
                 assert before.prefix.skipped_tokens == after.prefix.skipped_tokens, about
                 after = replace(after, prefix=before.prefix)
