@@ -70,7 +70,7 @@ class Inspection:
         training = [reason for mixer in mixers for reason in mixer.training_reasons()]
         device = self._parts.runner.memory.device
         serving += _unequal_products(model) if device.type == "cpu" else [f"it runs on {device}"]
-        if (mode := os.environ["MKL_CBWR"]).startswith("COMPATIBLE"):
+        if (mode := os.environ.get("MKL_CBWR", "")).startswith("COMPATIBLE"):
             serving.append(f"MKL_CBWR is {mode!r}: attention's products depend on their rows")
         kept = model.cache_requirements()
         rounds_states = any(state.decay is not None for each in kept for state in each.states)
