@@ -31,13 +31,6 @@ Listener = TypeVar("Listener", bound=CacheListener)
 _ROW_COUNTS = 1, 2, 3, 4, 5, 8, 16, 40, 64, 256
 """Rows of the products that `promises` tries."""
 
-_OF_TRAINED_EXPERTS = (
-    "moe_input_jitter_eps",
-    "moe_expert_capacity_factor",
-    "moe_router_force_load_balancing",
-)
-"""Fields with which a trainer's forward differs from that of inference."""
-
 
 class Inspection:
     """Looks at an engine. Methods with the name of one of the engine's have its effect.
@@ -66,25 +59,20 @@ class Inspection:
     def promises(self) -> dict[str, list[str]]:
         model, config = self._parts.model, self._parts.config
         mixers = [each for each in model.decoder.modules() if isinstance(each, Mixer)]
-        serving = [reason for mixer in mixers for reason in mixer.cut_reasons()]
-        training = [reason for mixer in mixers for reason in mixer.training_reasons()]
+        serving, training = reasons_of_config(model.config)
+        serving += [reason for mixer in mixers for reason in mixer.cut_reasons()]
+        training += [reason for mixer in mixers for reason in mixer.training_reasons()]
         device = self._parts.runner.memory.device
         serving += _unequal_products(model) if device.type == "cpu" else [f"it runs on {device}"]
         if (mode := os.environ.get("MKL_CBWR", "")).startswith("COMPATIBLE"):
             serving.append(f"MKL_CBWR is {mode!r}: attention's products depend on their rows")
         kept = model.cache_requirements()
-        rounds_states = any(state.decay is not None for each in kept for state in each.states)
-        if (
-            config.state_encoding != "exact"
-            and config.prefix_caching == "restore"
-            and rounds_states
-        ):
+        is_rounded = any(state.decay is not None for each in kept for state in each.states)
+        if is_rounded and config.prefix_caching == "restore" and config.state_encoding != "exact":
             serving.append(f"state_encoding is {config.state_encoding!r}: saved states are rounded")
         has_keys = any(each.kv is not None for each in kept)
         if config.kv_cache_dtype not in (None, model.config.params_dtype) and has_keys:
             training.append(f"kv_cache_dtype is {config.kv_cache_dtype}")
-        of_ranks, of_training = reasons_of_config(model.config, has_keys)
-        serving, training = serving + of_ranks, training + of_training
         return {"serving": [*dict.fromkeys(serving)], "training": [*dict.fromkeys(training)]}
 
     @exclusive
@@ -177,20 +165,17 @@ class Inspection:
         self._parts.scheduler.check_integrity()
 
 
-def reasons_of_config(config: HybridConfig, has_keys: bool) -> tuple[list[str], list[str]]:
-    """Return why bits may differ in serving and in training, by ranks and by what training does."""
-    has_experts = not {"E", "B"}.isdisjoint(config.pattern.symbols)
-    tp, ep = config.tensor_model_parallel_size, config.expert_model_parallel_size
-    added, training = tp * ep if tp > 1 and has_experts else tp, []
-    if ep > 1 and has_experts and config.params_dtype != torch.float32:
+def reasons_of_config(config: HybridConfig) -> tuple[list[str], list[str]]:
+    """Return why bits may differ in serving and in training: sums of ranks, and hidden dropout."""
+    tp, has_experts = config.tensor_model_parallel_size, {"E", "B"} & {*config.pattern.symbols}
+    ep = config.expert_model_parallel_size if has_experts else 1
+    added, training = tp * ep if tp > 1 else 1, []
+    if ep > 1 and config.params_dtype != torch.float32:
         training.append(f"expert_model_parallel_size is {ep}: a trainer rounds experts' sums apart")
-    in_use = {"hidden_dropout": True, "attention_dropout": has_keys}
-    in_use |= dict.fromkeys(_OF_TRAINED_EXPERTS, has_experts)
-    values = {name: getattr(config, name) for name, is_used in in_use.items() if is_used}
-    training += [f"{name} is {value}, in training alone" for name, value in values.items() if value]
-    if added > 2:
-        return [f"{added} ranks add up a row, in an order that depends on its place"], training
-    return [], training
+    if config.hidden_dropout:
+        training.append(f"hidden_dropout is {config.hidden_dropout}, in training alone")
+    serving = [f"{added} ranks add up a row, in an order that depends on its place"]
+    return serving if added > 2 else [], training
 
 
 @torch.inference_mode()

@@ -40,6 +40,7 @@ class AttentionMixer(Mixer):
     """
 
     recompute_name = "attention"
+    training_fields = ("attention_dropout",)
     recompute_parts = ("core_attn",)
 
     splits_rows = True

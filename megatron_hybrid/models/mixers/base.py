@@ -154,6 +154,9 @@ class Mixer(MegatronModule):
     recompute_parts: tuple[str, ...] = ()
     """Names in `recompute_modules` of parts that the mixer recomputes by itself."""
 
+    training_fields: tuple[str, ...] = ()
+    """Fields of the config that change what it computes in training alone."""
+
     def cache_requirements(self) -> LayerCache:
         """State of one sequence that is kept between calls."""
         return LayerCache()
@@ -164,8 +167,10 @@ class Mixer(MegatronModule):
         return ()
 
     def training_reasons(self) -> tuple[str, ...]:
-        """Why a row may differ in its last bits from that of a forward without a cache."""
-        return ()
+        """Why a row may differ in its last bits from that of a forward without a cache: fields
+        that act in a trainer's alone."""
+        found = [(name, getattr(self.config, name)) for name in self.training_fields]
+        return tuple(f"{name} is {value}, in training alone" for name, value in found if value)
 
 
 def with_bias(output_Th: Tensor, bias: Tensor | None) -> Tensor:

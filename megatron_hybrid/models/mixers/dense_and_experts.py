@@ -10,7 +10,7 @@ from megatron_hybrid.models.mixers.base import Mixer, MixerPlace, with_bias
 from megatron_hybrid.models.mixers.experts import Experts
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.mlp import MLPMixer
-from megatron_hybrid.models.mixers.router import Router
+from megatron_hybrid.models.mixers.router import TRAINING_FIELDS, Router
 from megatron_hybrid.ops.checks import compute_dtype
 
 
@@ -18,6 +18,7 @@ class DenseAndExpertsMixer(Mixer):
     """norm(MLP(norm(x))) + norm(experts(norm(x))); the router has a norm of x, too."""
 
     recompute_name = "moe"
+    training_fields = TRAINING_FIELDS
 
     def __init__(self, config: HybridConfig, place: MixerPlace):
         super().__init__(config)

@@ -44,6 +44,7 @@ class LatentAttentionMixer(Mixer):
     """
 
     recompute_name = "attention"
+    training_fields = ("attention_dropout",)
     recompute_parts = ("core_attn", "mla_up_proj")
 
     splits_rows = True
@@ -150,8 +151,9 @@ class LatentAttentionMixer(Mixer):
         return k_THD, v_THP
 
     def training_reasons(self) -> tuple[str, ...]:
-        """Its two forms."""
-        return ("latent attention runs on latents where these are cached, else on heads",)
+        """Its two forms, too."""
+        form = "latent attention runs on latents where these are cached, else on heads"
+        return form, *super().training_reasons()
 
     def absorb(self, q_THD: Tensor) -> Tensor:
         """See `LatentHeads`."""

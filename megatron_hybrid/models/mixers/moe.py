@@ -10,7 +10,7 @@ from megatron_hybrid.models.mixers.experts import Experts
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.mlp import MLPMixer
 from megatron_hybrid.models.mixers.projections import ReplicatedLinear, replicated_weight
-from megatron_hybrid.models.mixers.router import Router
+from megatron_hybrid.models.mixers.router import TRAINING_FIELDS, Router
 from megatron_hybrid.models.recompute import is_selected, recompute_if
 from megatron_hybrid.ops.activations import sigmoid
 from megatron_hybrid.ops.checks import compute_dtype
@@ -25,6 +25,7 @@ class MoEMixer(Mixer):
     """
 
     recompute_name = "moe"
+    training_fields = TRAINING_FIELDS
     recompute_parts = ("shared_experts",)
 
     def __init__(self, config: HybridConfig, place: MixerPlace):

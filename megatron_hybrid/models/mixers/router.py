@@ -17,6 +17,13 @@ from megatron_hybrid.ops.activations import sigmoid
 from megatron_hybrid.ops.checks import compute_dtype
 from megatron_hybrid.ops.linear import linear
 
+TRAINING_FIELDS = (
+    "moe_input_jitter_eps",
+    "moe_expert_capacity_factor",
+    "moe_router_force_load_balancing",
+)
+"""See `Mixer.training_fields`."""
+
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 

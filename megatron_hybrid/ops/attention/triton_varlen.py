@@ -209,8 +209,7 @@ def run(
     """See `ops.varlen_attention`."""
 
     def from_zero() -> RaggedLayout:
-        starts = (0,) * layout.num_sequences
-        return RaggedLayout(layout.lengths, starts, num_padding=layout.num_padding)
+        return RaggedLayout(layout.lengths, (0,) * layout.num_sequences, (), layout.num_padding)
 
     whole = layout.cached("from position 0", from_zero)
     pages = k_TKD.unsqueeze(1), v_TKP.unsqueeze(1)

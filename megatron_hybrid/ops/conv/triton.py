@@ -248,6 +248,5 @@ def _differentiable(*given: Any) -> Tensor:
     x_1TC = x_1TC if x_1TC.stride(-1) == 1 else x_1TC.contiguous()
     bounds = library_bounds(layout, x_TC.device)
     convolve = checked(causal_conv1d, x=2)
-    weight_CK = weight_CK.contiguous()
-    y_1TC, _ = convolve(x_1TC, weight_CK, bias_C, activation=activation, **bounds)
+    y_1TC, _ = convolve(x_1TC, weight_CK.contiguous(), bias_C, activation=activation, **bounds)
     return pad_rows(y_1TC[0], layout)
