@@ -139,8 +139,8 @@ class Inspection:
 
     @exclusive
     def histograms(self) -> dict[str, tuple[list[int], list[float]]]:
-        """Counts of times, by the names of `metrics.HISTOGRAMS`: up to each of `meter.BOUNDS`, in
-        seconds, and beyond; and the longest of each."""
+        """Counts of times, by the names of `prometheus.HISTOGRAMS`: up to each of `meter.BOUNDS`,
+        in seconds, and beyond; and the longest of each."""
         measured = self._live.meter.histograms.items()
         return {name: (list(each.counts), list(each.longest)) for name, each in measured}
 
