@@ -80,11 +80,7 @@ class PrefixCache:
     """
 
     def __init__(
-        self,
-        spec: CacheSpec,
-        num_pages: int,
-        mode: str = "restore",
-        policy: Policy | None = None,
+        self, spec: CacheSpec, num_pages: int, mode: str = "restore", policy: Policy | None = None
     ):
         if mode not in PREFIX_CACHING_MODES:
             modes = ", ".join(PREFIX_CACHING_MODES)

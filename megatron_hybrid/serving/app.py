@@ -266,10 +266,7 @@ def rename_error_fields(fields: OtherFields) -> Iterator[None]:
 
 
 async def _answer(
-    service: Service,
-    request: Request,
-    fields: GenerationFields,
-    make: Callable[..., AnyAnswer],
+    service: Service, request: Request, fields: GenerationFields, make: Callable[..., AnyAnswer]
 ):
     """A whole answer, or a stream. make: (id, style, is_thinking, prompts) -> its form."""
     adapter = service.adapter_of(fields.model)
@@ -423,10 +420,7 @@ def _params(
 
 
 async def _events(
-    service: Service,
-    ticket: Ticket,
-    answer: AnyAnswer,
-    streams: Sequence[AsyncStream],
+    service: Service, ticket: Ticket, answer: AnyAnswer, streams: Sequence[AsyncStream]
 ) -> AsyncIterator[bytes]:
     """The server-sent events of a stream. An error after the first is an event, too."""
     try:
