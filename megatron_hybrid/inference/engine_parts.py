@@ -114,7 +114,7 @@ def make_parts(
     offload = Offload(
         cache, PageMover(memory.pool), config.host_cache_bytes, disk, config.disk_cache_bytes, ranks
     )
-    graphs = allocated.graph_sizes
+    graphs = allocated.needs.graph_sizes
     runner = ModelRunner(
         model,
         allocated.context,
@@ -123,7 +123,7 @@ def make_parts(
         ranks,
         GraphRunner(model, allocated.context, graphs, ranks) if graphs is not None else None,
         adapters,
-        allocated.has_copies,
+        allocated.needs.has_copies,
     )
     scheduler = Scheduler(
         cache,

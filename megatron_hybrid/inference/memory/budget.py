@@ -22,6 +22,7 @@ from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
 
 CPU_FRACTION = 0.25
 """Most of a CPU's memory that a pool takes by itself: other programs live there, too."""
+LARGEST_STEP = "the largest step"
 _FP32 = 4
 _SCAN_CHUNK = 64
 _COPIES = 3
