@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from benchmarks.replay.engines import ENGINES
 from benchmarks.replay.geometry import GEOMETRIES
 from megatron_hybrid.tools.replay.request import Request
 from megatron_hybrid.tools.replay.runner import Replay, side_by_side
-
-GB = 10**9
+from megatron_hybrid.utils.tables import GB
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,7 @@ def run_cells(
                     len(requests),
                     total,
                     round(100 * best.skipped_share, 2),
-                    round(best.micros(0.5), 1),
-                    round(best.micros(0.95), 1),
+                    *(np.quantile(best.seconds, (0.5, 0.95)) * 1e6).round(1).tolist(),
                 )
             )
     return sorted(cells, key=lambda cell: engines.index(cell.engine))

@@ -80,11 +80,7 @@ class PrefixCache:
     """
 
     def __init__(
-        self,
-        spec: CacheSpec,
-        num_pages: int,
-        mode: str = "restore",
-        policy: Policy | None = None,
+        self, spec: CacheSpec, num_pages: int, mode: str = "restore", policy: Policy | None = None
     ):
         if mode not in PREFIX_CACHING_MODES:
             modes = ", ".join(PREFIX_CACHING_MODES)
@@ -195,7 +191,7 @@ class PrefixCache:
             readmitted: the request was admitted before and preempted; it counts once in `stats`.
         Returns:
             The lease, or None if the request cannot start now. Either it does not fit, and nothing
-            changed; or it is held back (`admission.py`): it would evict more than one more
+            changed; or it is held back (`admitter.py`): it would evict more than one more
             concurrent request is worth, and only candidates of a lesser value were evicted. When no
             other lease is live and `fits` is true, it always fits, if needed by evicting the state
             that it would resume from.

@@ -18,7 +18,12 @@ from megatron_hybrid.serving.answers import LEAST_LOG_PROB, Answer, usage
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.fields import CompletionFields
 from megatron_hybrid.serving.parsers import Style
-from megatron_hybrid.serving.request_mapping import guide_of, sampling_params, thinking_budget
+from megatron_hybrid.serving.request_mapping import (
+    guide_of,
+    is_thinking,
+    sampling_params,
+    thinking_budget,
+)
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.text.tokenizer import Tokenizer
 
@@ -47,8 +52,6 @@ UNSUPPORTED = (
     *("prefill_result", "bootstrap_info"),
 )
 """Fields of a request for what this worker has not: pictures, and prefill apart from decoding."""
-_TAIL = 32
-"""Tokens at the end of a prompt that may open reasoning."""
 
 
 @dataclass(frozen=True)
@@ -117,14 +120,12 @@ def read_request(
     params = sampling_params(tokenizer, fields, limit)
     if runs := groups["sampling_options"].get("bad_words_token_ids"):
         params.bad_words_ids = tuple(map(tuple, runs))
-    thoughts, begins_inside = style.thoughts, False
-    if thoughts is not None:
-        tail = tokenizer.detokenize(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
-        begins_inside = tail.endswith(thoughts.open.rstrip()) or thoughts.always
+    thoughts = style.thoughts
+    thinks = thoughts and is_thinking(tokenizer, fields, thoughts, prompt)
     if (most := groups["stop_conditions"].get("max_thinking_tokens")) is not None:
-        params.thinking_budget = thinking_budget(tokenizer, most, thoughts, begins_inside)
-    # Without it, the guide is of the whole answer, its reasoning included.
-    thinks = begins_inside if request.get("require_reasoning") else None
+        params.thinking_budget = thinking_budget(tokenizer, most, thoughts, bool(thinks))
+    if not request.get("require_reasoning"):  # the guide is of the whole answer, reasoning included
+        thinks = None
     salt = routing.get("cache_salt") or (extra.get("nvext") or {}).get("cache_salt")
     return Asked(
         fields,

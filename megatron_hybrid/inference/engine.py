@@ -357,7 +357,7 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
         """Meet a trainer in another process: join its group with all ranks of the model. Like the
         next three calls, make it on all ranks, or on the leading one. The names are vLLM's.
 
-        init_info: fields of `weight_transfer.GroupInfo`, such as {"master_address": "10.0.0.1",
+        init_info: fields of `transfer.GroupInfo`, such as {"master_address": "10.0.0.1",
             "master_port": 29500, "rank_offset": 1, "world_size": 3}.
 
         Raises:

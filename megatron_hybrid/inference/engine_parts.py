@@ -61,9 +61,7 @@ class EngineParts:
 
 
 def check_arguments(
-    given: nn.Module | Sequence[nn.Module],
-    tokenizer: TextTokenizer | None,
-    config: InferenceConfig,
+    given: nn.Module | Sequence[nn.Module], tokenizer: TextTokenizer | None, config: InferenceConfig
 ) -> HybridModel:
     if not isinstance(config, InferenceConfig):
         raise TypeError(f"config must be an InferenceConfig, got {type(config).__name__}")
@@ -114,14 +112,9 @@ def make_parts(
         disk = folders.open(config.cache_dir)
         undo.callback(disk.close)  # else the folder stays locked
     offload = Offload(
-        cache,
-        PageMover(memory.pool),
-        config.host_cache_bytes,
-        disk,
-        config.disk_cache_bytes,
-        ranks,
+        cache, PageMover(memory.pool), config.host_cache_bytes, disk, config.disk_cache_bytes, ranks
     )
-    graphs = allocated.graph_sizes
+    graphs = allocated.needs.graph_sizes
     runner = ModelRunner(
         model,
         allocated.context,
@@ -130,7 +123,7 @@ def make_parts(
         ranks,
         GraphRunner(model, allocated.context, graphs, ranks) if graphs is not None else None,
         adapters,
-        allocated.has_copies,
+        allocated.needs.has_copies,
     )
     scheduler = Scheduler(
         cache,

@@ -23,6 +23,7 @@ from megatron_hybrid.inference.requests.view import RequestView
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_loop import StepLoop
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.layer_specs import get_mixer
 from megatron_hybrid.models.mixers.base import Mixer
 from megatron_hybrid.ops import linear
 
@@ -139,8 +140,8 @@ class Inspection:
 
     @exclusive
     def histograms(self) -> dict[str, tuple[list[int], list[float]]]:
-        """Counts of times, by the names of `metrics.HISTOGRAMS`: up to each of `meter.BOUNDS`, in
-        seconds, and beyond; and the longest of each."""
+        """Counts of times, by the names of `prometheus.HISTOGRAMS`: up to each of `meter.BOUNDS`,
+        in seconds, and beyond; and the longest of each."""
         measured = self._live.meter.histograms.items()
         return {name: (list(each.counts), list(each.longest)) for name, each in measured}
 
@@ -167,7 +168,8 @@ class Inspection:
 
 def reasons_of_config(config: HybridConfig) -> tuple[list[str], list[str]]:
     """Return why bits may differ in serving and in training: sums of ranks, and hidden dropout."""
-    tp, has_experts = config.tensor_model_parallel_size, {"E", "B"} & {*config.pattern.symbols}
+    tp = config.tensor_model_parallel_size
+    has_experts = any(get_mixer(symbol).has_experts for symbol in config.symbols)
     ep = config.expert_model_parallel_size if has_experts else 1
     added, training = tp * ep if tp > 1 else 1, []
     if ep > 1 and config.params_dtype != torch.float32:

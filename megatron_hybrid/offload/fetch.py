@@ -158,13 +158,7 @@ class Fetches:
         mover: writes into the pool.
     """
 
-    def __init__(
-        self,
-        cache: PrefixCache,
-        tiers: list[Tier],
-        keys: RecentKeys,
-        mover: PageMover,
-    ):
+    def __init__(self, cache: PrefixCache, tiers: list[Tier], keys: RecentKeys, mover: PageMover):
         self.tiers = tiers
         self.stats = FetchStats()
         self.read_bytes = 0

@@ -266,10 +266,7 @@ def rename_error_fields(fields: OtherFields) -> Iterator[None]:
 
 
 async def _answer(
-    service: Service,
-    request: Request,
-    fields: GenerationFields,
-    make: Callable[..., AnyAnswer],
+    service: Service, request: Request, fields: GenerationFields, make: Callable[..., AnyAnswer]
 ):
     """A whole answer, or a stream. make: (id, style, is_thinking, prompts) -> its form."""
     adapter = service.adapter_of(fields.model)
@@ -347,26 +344,31 @@ class PreparedRequest:
 
 def _prepared(service: Service, fields: GenerationFields) -> PreparedRequest:
     """Tokenize a request, and read its parameters; for a thread."""
-    prompts = _prompts(service, fields)
+    prompts, tokenizer = _prompts(service, fields), service.tokenizer
+    is_chat, budget = isinstance(fields, ChatFields), fields.thinking_token_budget
     style, thinks = None, None
-    if isinstance(fields, ChatFields):
-        template = service.tokenizer.template_source(fields.shown_tools)
+    if is_chat or budget not in (None, -1):
+        template = tokenizer.template_source(fields.shown_tools if is_chat else None)
         style = service.config.style_of(template)
         if style.thoughts is not None:
-            thinks = is_thinking(service.tokenizer, fields, style.thoughts, prompts[0])
+            found = {is_thinking(tokenizer, fields, style.thoughts, each) for each in prompts}
+            if len(found) > 1:
+                text = "thinking_token_budget needs prompts that all end in reasoning, or none"
+                raise ApiError(400, f"{text}: send them one by one", "prompt")
+            (thinks,) = found
     guide = guide_of(fields, style, thinks)
     params = _params(service, fields, prompts)
-    if isinstance(fields, ChatFields) and fields.thinking_token_budget not in (None, -1):
-        given = fields.thinking_token_budget, style.thoughts, bool(thinks)
+    if budget not in (None, -1):
+        given = budget, style.thoughts, bool(thinks)
         try:
-            params.thinking_budget = thinking_budget(service.tokenizer, *given)
+            params.thinking_budget = thinking_budget(tokenizer, *given)
         except ApiError:
             if not isinstance(fields, MessageChat):  # its clients give one to all models
                 raise
             fields.note("left out thinking.budget_tokens: this model has none to end")
-    if isinstance(fields, ChatFields) and service.config.logs_prompts:
-        logger.info("prompt: %s", service.tokenizer.detokenize(prompts[0].tokens, False))
-    return PreparedRequest(prompts, params, guide, style, bool(thinks))
+    if is_chat and service.config.logs_prompts:
+        logger.info("prompt: %s", tokenizer.detokenize(prompts[0].tokens, False))
+    return PreparedRequest(prompts, params, guide, style if is_chat else None, bool(thinks))
 
 
 def _num_prompts(fields: GenerationFields) -> int:
@@ -423,10 +425,7 @@ def _params(
 
 
 async def _events(
-    service: Service,
-    ticket: Ticket,
-    answer: AnyAnswer,
-    streams: Sequence[AsyncStream],
+    service: Service, ticket: Ticket, answer: AnyAnswer, streams: Sequence[AsyncStream]
 ) -> AsyncIterator[bytes]:
     """The server-sent events of a stream. An error after the first is an event, too."""
     try:

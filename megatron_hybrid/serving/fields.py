@@ -422,6 +422,10 @@ class SharedFields(Body):
     """Words that the answer must not have. Each word is tokenized with and without one space before
     it, and its last token is not drawn after the others. The same word can still appear as other
     tokens. The field is refused with 400 next to a guide."""
+    thinking_token_budget: CountOrAll | None = None
+    """The most tokens of reasoning; after them the token that ends reasoning, such as </think>, is
+    drawn. -1 sets no limit. The field is refused with 400 for a model whose reasoning is not
+    between two tokens, and next to `allowed_token_ids`."""
     num_speculative_tokens: Count | None = declared("num_speculative_tokens")
     priority: Priority = declared("priority", default=0)
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
@@ -571,10 +575,6 @@ class SharedChatFields(SharedTemplateFields, SharedFields):
     allows one call."""
     parallel_tool_calls: bool = True
     """If false, the answer has its first call alone."""
-    thinking_token_budget: CountOrAll | None = None
-    """The most tokens of reasoning; after them the token that ends reasoning, such as </think>, is
-    drawn. -1 sets no limit. The field is refused with 400 for a model whose reasoning is not
-    between two tokens, and next to `allowed_token_ids`."""
 
 
 class TemplateFields(SharedTemplateFields):

@@ -14,23 +14,10 @@ from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.requests.options import Positive, Priority
 from megatron_hybrid.inference.requests.request import GenerationResult, RequestOutput
 from megatron_hybrid.inference.sampling_params import Share, Temperature
-from megatron_hybrid.serving.answers import (
-    Answer,
-    EventAnswer,
-    Json,
-    argument_pieces,
-    prefix_block,
-)
+from megatron_hybrid.serving.answers import Answer, EventAnswer, Json, argument_pieces, prefix_block
 from megatron_hybrid.serving.changes import IMAGE_LEFT_OUT
 from megatron_hybrid.serving.errors import ApiError
-from megatron_hybrid.serving.fields import (
-    ChatFields,
-    CountOrAll,
-    Fields,
-    OtherFields,
-    Text,
-    Words,
-)
+from megatron_hybrid.serving.fields import ChatFields, CountOrAll, Fields, OtherFields, Text, Words
 from megatron_hybrid.serving.parsers import AnswerPart, Reasoning, ToolCall
 
 SAME = ("temperature", "top_p", "top_k", "stream", "cache_salt", "priority")

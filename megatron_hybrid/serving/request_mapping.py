@@ -62,16 +62,20 @@ def chat_prompt(
 
 
 def is_thinking(
-    tokenizer: Tokenizer, fields: TemplateFields, thoughts: ReasoningFormat, prompt: RenderedChat
+    tokenizer: Tokenizer,
+    fields: GenerationFields | TemplateFields,
+    thoughts: ReasoningFormat,
+    prompt: RenderedChat | Sequence[int],
 ) -> bool | None:
-    """Return whether the answer begins inside of reasoning, which the template opens, or the
+    """Return whether the answer begins inside of reasoning, which the prompt's end opens, or the
     message that the answer goes on with, or the model without a sign; None: the prompt has closed
-    it. prompt: what `chat_prompt` has made of the fields."""
-    if fields.continue_final_message:
+    it. prompt: what was made of the fields."""
+    if isinstance(fields, TemplateFields) and fields.continue_final_message:
         template = tokenizer.template_of(fields.shown_tools)
         said = template.prepare(fields.messages)[-1]["content"]
         return said.rfind(thoughts.open) > said.rfind(thoughts.close) or None
-    text = tokenizer.detokenize(prompt.tokens[-_END_TOKENS:], False).rstrip()
+    tokens = prompt.tokens if isinstance(prompt, RenderedChat) else prompt
+    text = tokenizer.detokenize(tokens[-_END_TOKENS:], skip_special_tokens=False).rstrip()
     if text.endswith(thoughts.close):
         return None
     return text.endswith(thoughts.open.rstrip()) or thoughts.always

@@ -15,13 +15,7 @@ from pydantic import Field, WithJsonSchema
 
 from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.requests.request import GenerationResult, RequestOutput
-from megatron_hybrid.serving.answers import (
-    Answer,
-    EventAnswer,
-    Json,
-    argument_pieces,
-    prefix_block,
-)
+from megatron_hybrid.serving.answers import Answer, EventAnswer, Json, argument_pieces, prefix_block
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.fields import (
     FORMATS,
@@ -565,11 +559,7 @@ class ResponseAnswer(EventAnswer):
     @property
     def _place(self) -> Json:
         number = len(self._items) - 1
-        return {
-            "output_index": number,
-            "item_id": self._items[number]["id"],
-            "content_index": 0,
-        }
+        return {"output_index": number, "item_id": self._items[number]["id"], "content_index": 0}
 
     @property
     def _status(self) -> str:

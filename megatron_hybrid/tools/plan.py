@@ -21,10 +21,10 @@ from megatron_hybrid.checkpoints.found_tensors import pack_as_in
 from megatron_hybrid.checkpoints.pretrained import model_folder, open_config
 from megatron_hybrid.checkpoints.tensor_files import INDEX_FILE, WEIGHTS_FILE
 from megatron_hybrid.inference.config import InferenceConfig, StateEncoding
-from megatron_hybrid.inference.memory.budget import step_bytes
+from megatron_hybrid.inference.memory.budget import LARGEST_STEP, step_bytes
 from megatron_hybrid.inference.memory.cache_pool import cache_spec_of
 from megatron_hybrid.inference.scheduling.scheduler import max_captures
-from megatron_hybrid.inference.worker.graph_runner import graph_sizes, planned_bytes
+from megatron_hybrid.inference.worker.allocation import LIVE_SLOTS, needs_of
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.flops import attention_parity, token_flops
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
@@ -85,13 +85,11 @@ class Plan:
     counts_packed: bool
     """Whether `weight_bytes` is of packed weights, as the folder has them."""
     memory_bytes: int
-    step_bytes: int
-    """Memory of the largest step, in addition to weights, requests and cache."""
-    graph_bytes: int
-    """Bytes of CUDA graphs; 0: there are none."""
+    parts: dict[str, int]
+    """Bytes of what an engine needs besides weights, requests and cache, each by its name."""
     cache_bytes: int
-    """Bytes for live requests and cached prefixes: the default part of what weights and step leave;
-    0: they do not fit."""
+    """Bytes for live requests and cached prefixes: the default part of what weights and `parts`
+    leave; 0: they do not fit."""
     context: int
     model: Footprint
     pure_attention: Footprint
@@ -177,23 +175,27 @@ def plan(
     weight_bytes = num_bytes(model.parameters())
     block = next((b for b in _CACHE_BLOCKS if context <= b * _TABLE_BLOCKS), _CACHE_BLOCKS[-1])
     spec = spec_of(model, block, state_encoding)
-    sizes = InferenceConfig.max_requests, InferenceConfig.max_tokens
-    step, graphs = step_bytes(model, spec, max_captures(spec, *sizes), *sizes, context), 0
     asked: dict[str, Any] = {}
     if num_speculative_tokens:
         asked["speculation"] = "mtp" if model.prediction_requirements() else "lookup"
         asked["num_speculative_tokens"] = num_speculative_tokens
     if cuda_graphs:
         asked["cuda_graphs"] = True
-        graphs = planned_bytes(model, spec, graph_sizes(*sizes, num_speculative_tokens), context)
-    cache_bytes = max(0, int((memory_bytes - weight_bytes - step - graphs) * MEMORY_FRACTION))
+    lengths = {"block_size_tokens": block, "max_sequence_length": context}
+    needs = needs_of(model, spec, InferenceConfig(**lengths, **asked), torch.device("meta"))
+    parts = {part.what: part.num_bytes for part in needs.parts if not part.on_host}
+    del parts[LIVE_SLOTS]  # each request has its own, and with it the states before its drafts
+    sizes = InferenceConfig.max_requests, InferenceConfig.max_tokens
+    parts[LARGEST_STEP] = step_bytes(model, spec, max_captures(spec, *sizes), *sizes, context)
+    left = memory_bytes - weight_bytes - sum(parts.values())
+    cache_bytes = max(0, int(left * MEMORY_FRACTION))
     slot = (1 + num_speculative_tokens) * (spec.state_bytes + spec.hidden_bytes)
     footprint = _footprint(spec, cache_bytes, context, slot)
     published = quantization_of(config.huggingface_config or {}) or {}
     rates = None
     if device is not None:
-        lengths = sorted({*_RATED_LENGTHS, context})
-        batches = {n: _footprint(spec, cache_bytes, n, slot).largest_batch for n in lengths}
+        rated = sorted({*_RATED_LENGTHS, context})
+        batches = {n: _footprint(spec, cache_bytes, n, slot).largest_batch for n in rated}
         rates = predict(ModelWork.of(model, spec), device, batches)
     settings = None
     if footprint.largest_batch:  # half of it, so that half of the memory can hold cached prefixes
@@ -202,9 +204,8 @@ def plan(
             "prefix_caching": "restore",
             "cache_bytes": cache_bytes - requests * slot,
             "max_requests": requests,
-            "block_size_tokens": block,
             "state_encoding": state_encoding,
-            "max_sequence_length": context,
+            **lengths,
             **asked,
         }
     pure = _pure_attention(spec, config, model)
@@ -218,8 +219,7 @@ def plan(
         quantization=weights or published.get("quant_method") or ", ".join(sorted(formats)) or None,
         counts_packed=weights is not None or model.packed_source is not None,
         memory_bytes=memory_bytes,
-        step_bytes=step,
-        graph_bytes=graphs,
+        parts=parts,
         cache_bytes=cache_bytes,
         context=context,
         model=footprint,
@@ -305,7 +305,7 @@ def render(result: Plan) -> str:
             f"no room: the weights take {size(result.weight_bytes)} of "
             f"{size(result.memory_bytes)}, and one request of {result.context:,} tokens "
             f"{size(ours.request_bytes)}, the largest step "
-            f"{size(result.step_bytes)}. "
+            f"{size(result.parts[LARGEST_STEP])}. "
             "Give more memory (that of all devices which share the model), or a shorter context",
             WIDTH,
         )
@@ -327,10 +327,9 @@ def render(result: Plan) -> str:
             f"weights {size(result.weight_bytes)} in {result.dtype}{published}",
             WIDTH,
         ),
-        *([f"{size(result.graph_bytes)} of memory for CUDA graphs,"] if result.graph_bytes else []),
-        f"{size(result.memory_bytes)} of memory, {size(result.step_bytes)} for the largest step, "
-        f"{MEMORY_FRACTION:.0%} of the rest:",
-        f"{size(result.cache_bytes)} for requests and cache",
+        f"{size(result.memory_bytes)} of memory, of which an engine takes, besides weights,",
+        *(f"  {size(part)} for {what}" for what, part in result.parts.items() if part),
+        f"and {MEMORY_FRACTION:.0%} of the rest for requests and cache: {size(result.cache_bytes)}",
         f"context of a request {result.context:,} tokens",
         "",
         *table(("", "this model", "pure attention"), rows),

@@ -284,11 +284,7 @@ class _Source:
     """
 
     def __init__(
-        self,
-        files: TensorFiles,
-        found: FoundTensors,
-        adapter: Adapter | None,
-        config: HybridConfig,
+        self, files: TensorFiles, found: FoundTensors, adapter: Adapter | None, config: HybridConfig
     ):
         self._files, self._pieces = files, dict[str, _Piece]()
         self.maps: list[TensorMap] = []
@@ -452,10 +448,7 @@ def _config(
 
 @torch.no_grad()
 def compare(
-    source: str | os.PathLike,
-    target: str | os.PathLike,
-    ids: list[int],
-    device: str | None = None,
+    source: str | os.PathLike, target: str | os.PathLike, ids: list[int], device: str | None = None
 ) -> dict[str, float]:
     """Compare two models on a text: `kl` (nats a token, of the second from the first),
     `perplexity_before`, `perplexity_after`, and `same_top_1`, a share.

@@ -158,3 +158,18 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
     for path in (ROOT / "megatron_hybrid").rglob("*.py"):
         found = FRAGMENT.search(path.read_text(encoding="utf-8"))
         assert not found, f"{path}: say what it is that is meant: {found[0].strip()}"
+
+
+def test_classes_and_constants_that_a_docstring_names_exist():
+    """`Name`, if any code has it, and `module.NAME`, if the module's has it."""
+    words: dict[str, set[str]] = {"": {"LLMEngine", "LRUPolicy"}}  # of vLLM, of an example
+    docstrings = ""
+    for path in (ROOT / "megatron_hybrid").rglob("*.py"):
+        parts = re.split(r'"""(.*?)"""', path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        docstrings += "".join(parts[1::2])
+        found = set(re.findall(r"\w+", " ".join(parts[::2])))
+        words[path.stem] = words.get(path.stem, set()) | found
+        words[""] |= found
+    names = r"`(?:([a-z_]+)\.)?(?!\w+For[A-Z])([A-Z]\w*[a-z]\w*|[A-Z_]{4,})`"
+    named = {pair for pair in re.findall(names, docstrings) if pair[0] not in ("nn", "torch")}
+    assert named and {pair for pair in named if pair[1] not in words.get(pair[0], ())} == set()

@@ -22,6 +22,7 @@ from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
 
 CPU_FRACTION = 0.25
 """Most of a CPU's memory that a pool takes by itself: other programs live there, too."""
+LARGEST_STEP = "the largest step"
 _FP32 = 4
 _SCAN_CHUNK = 64
 _COPIES = 3
@@ -33,8 +34,7 @@ _SQUARES = 10
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that this process can still allocate on a device. Nothing else asks how much there
-    is."""
+    """Bytes that this process can still allocate on a device. All of inference asks here."""
     if device.type != "cuda":
         return _available_on_host(Path("/"))
     free, _ = torch.cuda.mem_get_info(device)
@@ -159,7 +159,7 @@ def pool_pages(
         MemoryError: a rank asks for more than its share of what there is. All ranks raise it alike.
     """
     if config.cache_bytes is None:
-        parts = [*parts, Part(step_bytes, "the largest step", "max_tokens")]
+        parts = [*parts, Part(step_bytes, LARGEST_STEP, "max_tokens")]
     on_cpu = device.type == "cpu"
     own = [_Memory.of(device, [part for part in parts if on_cpu or not part.on_host])]
     if not on_cpu:

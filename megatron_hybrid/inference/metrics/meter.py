@@ -30,7 +30,7 @@ class Histogram:
 
 
 class Meter:
-    """Measures an engine; `histograms` by the names of `metrics.HISTOGRAMS`. Of n samples of a
+    """Measures an engine; `histograms` by the names of `prometheus.HISTOGRAMS`. Of n samples of a
     prompt the first one counts as the request, and all of them between their tokens."""
 
     def __init__(self):

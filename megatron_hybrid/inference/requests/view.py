@@ -92,7 +92,7 @@ class EndedRequests:
 
         Args:
             live: in order; answered ones are left out.
-            edge_number: of tokens and their salt, see `Contents`.
+            edge_number: of tokens and their salt, see `CacheContents`.
             num_tokens: last tokens of each prompt to show.
         """
         found = [

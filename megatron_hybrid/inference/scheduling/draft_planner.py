@@ -70,11 +70,7 @@ class DraftPlanner:
                 self._cache.settle(request.lease)
 
     def plan(
-        self,
-        builder: PlanBuilder,
-        lengths: Mapping[Request, int],
-        num_decodes: int,
-        budget: int,
+        self, builder: PlanBuilder, lengths: Mapping[Request, int], num_decodes: int, budget: int
     ) -> None:
         """Let decodes go on by drafts, by what the planned step leaves: tokens of its budget, and
         pages that are free. So a step does the same next to them as without them.

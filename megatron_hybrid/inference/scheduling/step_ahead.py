@@ -4,12 +4,7 @@ from collections.abc import Sequence
 
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.inference.requests.request import Request, RequestStatus
-from megatron_hybrid.inference.scheduling.plan_builder import (
-    Chunk,
-    PlanBuilder,
-    Plans,
-    draws_of,
-)
+from megatron_hybrid.inference.scheduling.plan_builder import Chunk, PlanBuilder, Plans, draws_of
 from megatron_hybrid.inference.scheduling.state_saver import StateSaver
 from megatron_hybrid.inference.scheduling.step_plan import StepPlan, StepResult, Unpark
 

@@ -32,6 +32,54 @@ from megatron_hybrid.ops.linear import can_reorder
 from megatron_hybrid.ops.ragged import row_alignment
 
 logger = logging.getLogger(__name__)
+LIVE_SLOTS = "live slots"
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an engine asks for besides weights, pool and the largest step."""
+
+    num_drafts: int
+    """Most drafts of a request in a step."""
+    num_captures: int
+    """Most states captured inside a forward, those before drafts among them."""
+    num_slots: int
+    graph_sizes: dict[int, list[int]] | None
+    """Numbers of decodes that have a CUDA graph; None: there are no graphs."""
+    has_copies: bool
+    """Whether there is room for copies of weights (`reordered_weight`)."""
+    parts: list[Part]
+
+
+def needs_of(
+    model: HybridModel, spec: CacheSpec, config: InferenceConfig, device: torch.device
+) -> Needs:
+    """Sum up what an engine asks for on a device. "meta" stands for any but a CPU."""
+    sizes = config.max_requests, config.max_tokens, config.max_sequence_length
+    longest = min(config.num_speculative_tokens, config.max_sequence_length - 1)
+    drafts = longest if config.speculation != "off" else 0
+    # A state before each draft, besides those to save.
+    captures = max_captures(spec, *sizes[:2]) + drafts * config.max_requests
+    # For rows of no request: they fill up a graph, or have ended in the step before.
+    num_fillers = int(config.cuda_graphs or config.async_scheduling)
+    on_host, on_device = input_bytes(input_fields(spec, *sizes, captures, drafts), device)
+    lengths, graphed = "max_sequence_length or max_requests", None
+    parts = [
+        Part(config.max_requests * spec.slot_bytes, LIVE_SLOTS, "max_requests"),
+        Part(num_fillers * spec.slot_bytes, "a slot of no request", "max_requests"),
+        Part(on_device, "inputs of a step", lengths),
+        Part(on_host, "copies of them", lengths, on_host=True),
+        Part(config.host_cache_bytes, "the host tier", "host_cache_bytes", on_host=True),
+    ]
+    if config.cuda_graphs:
+        graphed = graph_sizes(*sizes[:2], drafts)
+        asked = planned_bytes(model, spec, graphed, sizes[2])
+        parts.append(Part(asked, "CUDA graphs", "max_requests, or turn cuda_graphs off"))
+    # At most: an embedding that is not the output layer, too, is not multiplied.
+    copies = sum(p.nbytes for p in model.parameters() if p.dim() == 2 and can_reorder(p))
+    if has_copies := not config.cuda_graphs and copies > 0 and has_room(copies, device):
+        parts.append(Part(copies, "weights in the layout of products", "cache_bytes"))
+    return Needs(drafts, captures, config.max_requests + num_fillers, graphed, has_copies, parts)
 
 
 @dataclass(frozen=True)
@@ -43,10 +91,7 @@ class Allocated:
     config: InferenceConfig
     """The config, with the `cache_bytes` of the pool."""
     kv_dtype: torch.dtype
-    graph_sizes: dict[int, list[int]] | None
-    """Numbers of decodes that have a CUDA graph; None: there are no graphs."""
-    has_copies: bool
-    """Whether there is room for copies of weights (`reordered_weight`)."""
+    needs: Needs
 
 
 def allocate(model: HybridModel, config: InferenceConfig, ranks: Ranks) -> Allocated:
@@ -64,18 +109,13 @@ def allocate(model: HybridModel, config: InferenceConfig, ranks: Ranks) -> Alloc
     layers, model_layers = cached_layers(model, config), model.cache_requirements()
     spec = _agreed_spec(model, config, dtype, ranks)
     sizes = config.max_requests, config.max_tokens, config.max_sequence_length
-    longest = min(config.num_speculative_tokens, config.max_sequence_length - 1)
-    drafts = longest if config.speculation != "off" else 0
-    # A state before each draft, besides those to save.
-    captures = max_captures(spec, *sizes[:2]) + drafts * config.max_requests
     has_graphs = config.cuda_graphs
     if has_graphs and (reason := refusal(model, device)) is not None:
         has_graphs = False
         if ranks.is_first:
             logger.warning("decodes run without CUDA graphs: %s", reason)
-    # One for rows of no request: they fill up a graph, or have ended in the step before.
-    num_slots = config.max_requests + (has_graphs or config.async_scheduling)
-    graphed = graph_sizes(*sizes[:2], drafts)
+    needs = needs_of(model, spec, replace(config, cuda_graphs=has_graphs), device)
+    captures = needs.num_captures
     alignment = row_alignment(device, splits_rows=model.config.sequence_parallel)
 
     def new_context(num_pages: int) -> DynamicInferenceContext:
@@ -85,41 +125,26 @@ def allocate(model: HybridModel, config: InferenceConfig, ranks: Ranks) -> Alloc
             model.config.hidden_size,
             dtype,
             num_pages,
-            num_slots,
+            needs.num_slots,
             device,
             config.state_encoding,
             hidden_dtype=parameter.dtype,
         )
         before_part = len(model_layers) if uses_part else None
         more = before_part, config.max_adapters > 0, alignment
-        return DynamicInferenceContext(memory, *sizes, captures, drafts, *more)
+        return DynamicInferenceContext(memory, *sizes, captures, needs.num_drafts, *more)
 
-    on_host, on_device = input_bytes(input_fields(spec, *sizes, captures, drafts), device)
-    lengths = "max_sequence_length or max_requests"
-    beside = [
-        Part(num_slots * spec.slot_bytes, "live slots", "max_requests"),
-        Part(on_device, "inputs of a step", lengths),
-        Part(on_host, "copies of them", lengths, on_host=True),
-        Part(config.host_cache_bytes, "the host tier", "host_cache_bytes", on_host=True),
-    ]
-    if has_graphs:
-        asked = planned_bytes(model, spec, graphed, sizes[2])
-        beside.append(Part(asked, "CUDA graphs", "max_requests, or turn cuda_graphs off"))
-    # At most: an embedding that is not the output layer, too, is not multiplied.
-    copies = sum(p.nbytes for p in model.parameters() if p.dim() == 2 and can_reorder(p))
-    if has_copies := not has_graphs and copies > 0 and has_room(copies, device):
-        beside.append(Part(copies, "weights in the layout of products", "cache_bytes"))
     step = 0
     if config.cache_bytes is None and device.type == "cuda":
         least = replace(config, cache_bytes=2 * spec.page_bytes)
-        num_pages = pool_pages(least, device, spec.page_bytes, step, beside, ranks)
+        num_pages = pool_pages(least, device, spec.page_bytes, step, needs.parts, ranks)
         with ranks.raise_on_all(f"a step of max_tokens={config.max_tokens}"):
             context = new_context(num_pages)
             step = measured_step_bytes(model, context, captures, config.max_tokens, ranks)
             del context
     elif config.cache_bytes is None:
         step = step_bytes(model, spec, captures, *sizes)
-    num_pages = pool_pages(config, device, spec.page_bytes, step, beside, ranks)
+    num_pages = pool_pages(config, device, spec.page_bytes, step, needs.parts, ranks)
     if config.cache_bytes is None:
         config = replace(config, cache_bytes=num_pages * spec.page_bytes)
     on_disk = None if config.cache_dir is None else config.disk_cache_bytes
@@ -133,7 +158,7 @@ def allocate(model: HybridModel, config: InferenceConfig, ranks: Ranks) -> Alloc
             spec.tokens_in(num_pages - 1),
             spec.states_in(num_pages - 1),
         )
-    return Allocated(context, config, dtype, graphed if has_graphs else None, has_copies)
+    return Allocated(context, config, dtype, needs)
 
 
 def _agreed_spec(

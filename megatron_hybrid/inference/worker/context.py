@@ -132,9 +132,7 @@ class DynamicInferenceContext:
         self._inputs: dict[str, Tensor] = {}  # the used parts of the last step's, by name
         with torch.inference_mode(False):
             self._step_tables = torch.zeros(
-                (shape[0], max_requests, max_blocks),
-                dtype=torch.int32,
-                device=memory.device,
+                (shape[0], max_requests, max_blocks), dtype=torch.int32, device=memory.device
             )
         self._staging = memory.staging(0)
         # Writes to the null page, as no blocks are in its table.

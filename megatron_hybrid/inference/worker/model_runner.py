@@ -64,7 +64,7 @@ class ModelRunner:
         ranks: those of the model.
         graphs: replays steps of decodes; None: all of them are launched.
         adapters: of the engine; None: there are none.
-        has_copies: see `Allocated`.
+        has_copies: see `Needs`.
     """
 
     def __init__(

@@ -157,6 +157,9 @@ class Mixer(MegatronModule):
     training_fields: tuple[str, ...] = ()
     """Fields of the config that change what it computes in training alone."""
 
+    has_experts = False
+    """Whether it sums over expert-parallel ranks."""
+
     def cache_requirements(self) -> LayerCache:
         """State of one sequence that is kept between calls."""
         return LayerCache()

@@ -18,7 +18,7 @@ class DenseAndExpertsMixer(Mixer):
     """norm(MLP(norm(x))) + norm(experts(norm(x))); the router has a norm of x, too."""
 
     recompute_name = "moe"
-    training_fields = TRAINING_FIELDS
+    training_fields, has_experts = TRAINING_FIELDS, True
 
     def __init__(self, config: HybridConfig, place: MixerPlace):
         super().__init__(config)

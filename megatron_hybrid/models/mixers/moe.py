@@ -25,7 +25,7 @@ class MoEMixer(Mixer):
     """
 
     recompute_name = "moe"
-    training_fields = TRAINING_FIELDS
+    training_fields, has_experts = TRAINING_FIELDS, True
     recompute_parts = ("shared_experts",)
 
     def __init__(self, config: HybridConfig, place: MixerPlace):

@@ -34,10 +34,6 @@ class Replay:
         """Part of all prompt tokens that was not computed."""
         return sum(self.skipped_tokens) / max(1, sum(self.prompt_tokens))
 
-    def micros(self, quantile: float) -> float:
-        """Quantile of the time per request, in microseconds."""
-        return float(np.quantile(self.seconds, quantile)) * 1e6
-
 
 def replay(requests: Iterable[Request], engine: Engine, in_flight: int = 1) -> Replay:
     """Begin requests in order of arrival. If `in_flight` of them run, the next has no room, or the

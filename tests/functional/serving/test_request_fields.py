@@ -164,6 +164,10 @@ def test_reasoning_ends_after_so_many_tokens(call, set_template, monkeypatch, bu
         assert choice["message"]["content"]
     if budget == 0:
         return
+    asked = {**given, **more, "thinking_token_budget": budget}
+    again = call.generated(COMPLETION, prompt="Once upon" + start, **asked)["choices"]
+    assert [each["token_ids"] for each in again] == [each["token_ids"] for each in found]
+    assert "one by one" in call(COMPLETION, {**asked, "prompt": [start, "Once"]}).text
     items = call.generated(RESPONSE, **given, max_output_tokens=5, thinking_token_budget=budget)
     assert items["output"][-1]["type"] == "message"
     free = call.generated(CHAT, **given, **more, thinking_token_budget=-1)["choices"][0]
@@ -172,6 +176,8 @@ def test_reasoning_ends_after_so_many_tokens(call, set_template, monkeypatch, bu
     (choice,) = call.generated(CHAT, **given, **guided, max_tokens=12)["choices"]
     assert choice["message"]["content"] == "yes"
     assert choice["message"]["reasoning"]  # the guide begins behind it
+    asked = {**given, **guided, "prompt": "Once upon" + start, "max_tokens": 12}
+    assert call.generated(COMPLETION, **asked)["choices"][0]["text"].endswith(end + "yes")
     none = {"properties": {}, "additionalProperties": False}
     tools = [{"type": "function", "function": {"name": "f", "parameters": none}}]
     forced = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}

@@ -21,10 +21,6 @@ def with_options(**fields) -> dict:
     return dict(prompt=PROMPT, options=RequestOptions(**fields))
 
 
-def with_params(**fields) -> dict:
-    return dict(prompt=PROMPT, params=greedy(4, **fields))
-
-
 BAD_REQUESTS = {
     # name: (arguments of add_request, error, what its message must name)
     "empty prompt": (dict(prompt=[]), ValueError, "prompt is empty.*at least one token"),
@@ -64,7 +60,7 @@ BAD_REQUESTS = {
     ),
     "params of a wrong type": (dict(prompt=PROMPT, params={}), TypeError, "SamplingParams.*dict"),
     "stop words without tokenizer": (
-        with_params(stop_words=("x",)),
+        dict(prompt=PROMPT, params=greedy(4, stop_words=("x",))),
         ValueError,
         "stop_words need a tokenizer.*stop_token_ids",
     ),

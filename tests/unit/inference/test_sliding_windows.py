@@ -27,17 +27,10 @@ from megatron_hybrid.cache.report import MissReason
 MODES = ("off", "memory_only", "restore")
 
 
-def window_model(pattern, window):
-    return tiny_model(
-        pattern, hidden_size=32, num_attention_heads=2, num_query_groups=1, sliding_window=window
-    )
-
-
 def window_engine(pattern, window, **fields):
-    return tiny_engine(
-        window_model(pattern, window),
-        **{"max_sequence_length": 8192, "cache_bytes": 24 << 20, **fields},
-    )
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_query_groups": 1}
+    model = tiny_model(pattern, **sizes, sliding_window=window)
+    return tiny_engine(model, **{"max_sequence_length": 8192, "cache_bytes": 24 << 20, **fields})
 
 
 # What is reused ----------------------------------------------------------------------------------

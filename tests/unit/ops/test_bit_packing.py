@@ -19,11 +19,6 @@ def integers(num_blocks: int, high: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(high, (num_blocks, BLOCK), generator=generator, dtype=torch.int32)
 
 
-def bits_of_words(words: torch.Tensor) -> list[int]:
-    """All bits of int64 words, the lowest of each first."""
-    return [(word >> i) & 1 for word in words.tolist() for i in range(64)]
-
-
 @pytest.mark.parametrize("num_blocks", [0, 1, 5])
 def test_word_j_holds_bit_j_of_each_integer(num_blocks):
     values = integers(num_blocks, 1 << 16)
@@ -75,7 +70,7 @@ def test_rice_codes_are_those_of_the_definition(parameters):
     parameters = torch.tensor(parameters, dtype=torch.int32)
     assert rice_bits(values, parameters).sum() == len(expected)
     words = packed(values, parameters, first=3, behind=2)
-    bits = bits_of_words(words)
+    bits = [(word >> i) & 1 for word in words.tolist() for i in range(64)]  # the lowest first
     assert bits[192 : 192 + len(expected)] == expected
     assert not any(bits[:192]) and not any(bits[192 + len(expected) :])
     assert torch.equal(unpacked(words, parameters, first=3), values)

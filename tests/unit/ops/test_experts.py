@@ -56,10 +56,6 @@ def draw(tokens=TOKENS, experts=EXPERTS, chosen=CHOSEN, gated=False, seed=2):
     return normal(tokens, HIDDEN), normal(tokens, experts), chosen_nE, layers
 
 
-def without_biases(layers):
-    return [layers[0], None, layers[2], None]
-
-
 def mixed(hidden, weights, chosen, layers, experts, activate=torch.relu):
     """The sums over the pairs with some of the experts."""
     pairs = ExpertPairs(chosen, CHOSEN, experts, may_lack=True)
@@ -92,7 +88,7 @@ def test_sums_and_gradients_over_all_and_over_some_experts(backend, data):
     hidden, weights, chosen, layers = draw(tokens, num_experts, CHOSEN, gated, seed)
     if data.draw(st.booleans(), "dropped"):
         chosen &= torch.rand(chosen.shape, generator=torch.Generator().manual_seed(seed)) < 0.6
-    layers = layers if biased else without_biases(layers)
+    layers = layers if biased else [layers[0], None, layers[2], None]
     bounds = {torch.float32: 2e-6, torch.bfloat16: 4e-2}
     if backend == "reference":
         bounds[torch.float64] = 1e-14

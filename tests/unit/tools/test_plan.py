@@ -9,6 +9,7 @@ from matrix import matrix_rows
 from reference import random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.inference.config import STATE_ENCODINGS
+from megatron_hybrid.inference.memory.budget import LARGEST_STEP
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.tools.plan import parse_count, plan, render
 from megatron_hybrid.utils.tables import size
@@ -49,12 +50,12 @@ def test_nemotron_h_8b():
     assert ours.window_bytes == 0
     assert ours.checkpoint_bytes == ours.state_bytes + 4096 * 2
     assert ours.break_even_tokens == -(-ours.checkpoint_bytes // (16 << 10))
-    left = 80 * 10**9 - result.weight_bytes - result.step_bytes
-    assert result.cache_bytes == int(0.9 * left) and result.step_bytes > 0
+    left = 80 * 10**9 - result.weight_bytes - sum(result.parts.values())
+    assert result.cache_bytes == int(0.9 * left)
     request = 100_000 * (16 << 10) + ours.state_bytes + 4096 * 2
     assert ours.largest_batch == result.cache_bytes // request
-    logits, captured = 2048 * 131072 * (2 + 4 + 4), 64 * ours.state_bytes
-    assert result.step_bytes == pytest.approx(logits + captured, rel=0.1)
+    step = 2048 * 131072 * (2 + 4 + 4) + 64 * ours.state_bytes  # logits, captured states
+    assert result.parts[LARGEST_STEP] == pytest.approx(step, rel=0.1)
     assert result.pure_attention.kv_bytes_per_token == 28 * 2 * 8 * 128 * 2
     assert result.pure_attention.state_bytes == 0
     assert result.settings["block_size_tokens"] == 64  # 100k / 64 columns
@@ -70,11 +71,15 @@ def test_nemotron_h_8b():
     ),
 )
 def test_the_engine_agrees(pattern, encoding):
-    """The recommended settings run, and the request of that context fits."""
+    """The recommended settings run, and an engine holds what was planned besides a step."""
     model = tiny_model(pattern)
     result = plan(model.config, 128 << 20, 512, encoding)
-    engine = tiny_engine(model, **{**result.settings, "max_requests": 2})
-    spec = engine.cache.spec
+    engine = tiny_engine(model, **{**result.settings, "max_requests": 64, "max_tokens": 2048})
+    spec, memory, context = engine.cache.spec, engine.memory, engine.context
+    held = memory.pool, memory.slots, context._buffer._device, context._step_tables
+    planned = result.settings["cache_bytes"] + 64 * spec.slot_bytes
+    planned += sum(result.parts.values()) - result.parts[LARGEST_STEP]
+    assert 0 <= planned - sum(tensor.nbytes for tensor in held) < spec.page_bytes
     assert spec.state_bytes == result.model.state_bytes
     if spec.needs_state:
         window = result.model.window_bytes
@@ -82,7 +87,6 @@ def test_the_engine_agrees(pattern, encoding):
     prompt = random_tokens(300)
     engine.generate([prompt])
     assert engine.generate([prompt])[0].prefix.skipped_tokens == 300
-    spec = engine.cache.spec
     pages = spec.num_blocks(512) * spec.kv_pages_per_block * spec.page_bytes
     assert pages == pytest.approx(512 * result.model.kv_bytes_per_token, rel=0.1)
 
@@ -97,10 +101,11 @@ def test_states_of_drafts_and_graphs_are_counted(cuda_graphs):
     slot_bytes = plain.model.state_bytes + 4096 * 2
     assert drafting.model.request_bytes == plain.model.request_bytes + 3 * slot_bytes
     assert drafting.model.largest_batch < plain.model.largest_batch
-    assert (plain.graph_bytes > 0) is cuda_graphs
+    assert (plain.parts["a slot of no request"] > 0) is cuda_graphs
     if cuda_graphs:  # 64 requests with the states before three drafts each
-        assert drafting.graph_bytes > plain.graph_bytes + 64 * 3 * slot_bytes
-        assert f"{size(drafting.graph_bytes)} of memory for CUDA graphs" in render(drafting)
+        graphs = drafting.parts["CUDA graphs"]
+        assert graphs > plain.parts["CUDA graphs"] + 64 * 3 * slot_bytes
+        assert f"{size(graphs)} for CUDA graphs" in render(drafting)
     assert max(map(len, render(drafting).splitlines())) <= 80
     settings = plan(
         *(tiny_model("M*").config, 1 << 30, 512),

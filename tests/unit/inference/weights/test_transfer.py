@@ -308,17 +308,14 @@ def test_what_is_no_meeting_is_refused(change, message):
         GroupInfo.parse({k: v for k, v in MEETING.items() if k != "world_size"})
 
 
-def meeting_at(port, **change):
-    return {**MEETING, "master_port": port, **change}
-
-
 @pytest.mark.parametrize("address", ["127.0.0.1", "no.such.host.invalid"])
 def test_a_trainer_that_does_not_come_is_told(served, address, monkeypatch):
     engine, first, _ = served
     monkeypatch.setattr(transfer, "JOIN_SECONDS", 0.0)
     message = rf"^the group 'weights' at {address}:\d+ has not met: \[Errno -?\d+\] "
     with pytest.raises(TrainerError, match=message):
-        engine.init_weight_transfer_engine(meeting_at(free_port(), master_address=address))
+        there = {"master_port": free_port(), "master_address": address}
+        engine.init_weight_transfer_engine({**MEETING, **there})
     assert answer(engine)[:2] == first[:2] and engine._updates._joining is None
 
 
