@@ -41,7 +41,7 @@ class OptimizerFields(Fields):
     2024) for the weight matrices of the layers with AdamW for all other parameters. Each expert's
     matrix is one of its own, and so are queries, keys and values. Muon's updates are scaled to the
     size of Adam's, so both take one learning rate. Muon needs whole matrices: neither tensor
-    parallelism nor `distributed`."""
+    parallelism nor `distributed`. Adapters (`lora`) are trained by AdamW."""
 
     learning_rate: Annotated[float, Range(gt=0)] = 3e-4
     """Highest learning rate, which is reached after the warm-up."""
@@ -61,8 +61,8 @@ class OptimizerFields(Fields):
     refuse it."""
 
     weight_decay: Annotated[float, Range(ge=0)] = 0.1
-    """Decoupled weight decay. Embeddings and the matrices of the layers decay; vectors, norms,
-    convolutions and the constants of recurrent layers do not."""
+    """Decoupled weight decay. Embeddings, the matrices of the layers and those of adapters decay;
+    vectors, norms, convolutions and the constants of recurrent layers do not."""
 
     end_weight_decay: float | None = None
     """Weight decay of the last step, to which it rises linearly; None: it is constant."""
@@ -195,9 +195,9 @@ def build_optimizer(
 
 def is_layer_matrix(name: str, parameter: nn.Parameter) -> bool:
     """Return whether a parameter is a weight matrix of a layer, or a stack of its experts', as Muon
-    updates it: neither of the embedding and the output layer, nor a constant of a recurrent layer
-    such as `A_log`."""
-    is_outside = any(part in name for part in ("embedding", "output_layer"))
+    updates it: neither of the embedding, the output layer and adapters, nor a constant of a
+    recurrent layer such as `A_log`."""
+    is_outside = any(part in name for part in ("embedding", "output_layer", ".lora."))
     return _decays(parameter, name) and not is_outside
 
 
@@ -216,7 +216,8 @@ def _decays(parameter: nn.Parameter, name: str) -> bool:
     """Return whether weight decay applies: to matrices, of experts also stacked, but not to those
     of a convolution and to constants of recurrent layers."""
     is_stacked = parameter.dim() == 3 and ".experts." in name
-    return name.rpartition(".")[2].startswith("weight") and (parameter.dim() == 2 or is_stacked)
+    is_weight = name.rpartition(".")[2].startswith("weight") or ".lora." in name
+    return is_weight and (parameter.dim() == 2 or is_stacked)
 
 
 _NO_DECAY = {
