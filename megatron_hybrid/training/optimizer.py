@@ -372,28 +372,15 @@ _RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
 """What tells core's groups of parameters apart, and what a recipe sets of them."""
 
 
-def fill_step_counts(state: dict[Any, Any], updates: int) -> None:
-    """Give the loaded states of every Adam the number of updates. Core saves that of the optimizers
-    of the first pipeline stage, where one of them, such as that of the experts, may be empty.
+def correct_loaded(state: dict[Any, Any], updates: int, own: Sequence[Mapping[str, Any]]) -> None:
+    """Give the loaded states of every Adam the number of updates, and the loaded groups of
+    parameters the rates of the recipe, which may change them. Core saves that number of the
+    optimizers of the first pipeline stage, where one of them, such as that of the experts, may be
+    empty; and it finds groups by their rates, too.
 
     Args:
         state: of `ChainedOptimizer.load_state_dict`.
         updates: steps that changed the model.
-    """
-    if not isinstance(states := state.get("state"), dict):
-        for part in state.values():
-            if isinstance(part, dict):
-                fill_step_counts(part, updates)
-    elif any(isinstance(one, dict) and "exp_avg" in one for one in states.values()):
-        states.setdefault("common_step", torch.tensor(float(updates)))
-
-
-def take_rates(state: dict[Any, Any], own: Sequence[Mapping[str, Any]]) -> None:
-    """Give the loaded groups of parameters the rates of the recipe, which may change them. Core
-    finds groups by their rates, too.
-
-    Args:
-        state: of `ChainedOptimizer.load_state_dict`.
         own: the groups of the optimizers as the recipe has them.
     """
     for name, part in state.items():
@@ -403,4 +390,7 @@ def take_rates(state: dict[Any, Any], own: Sequence[Mapping[str, Any]]) -> None:
                 given = next(same, {})
                 group.update((rate, given[rate]) for rate in _RATES if rate in given)
         elif isinstance(part, dict):
-            take_rates(part, own)
+            correct_loaded(part, updates, own)
+            of_adam = (isinstance(one, dict) and "exp_avg" in one for one in part.values())
+            if name == "state" and any(of_adam):
+                part.setdefault("common_step", torch.tensor(float(updates)))

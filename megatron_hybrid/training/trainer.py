@@ -51,9 +51,8 @@ from megatron_hybrid.training.measures import Measures, mean_of
 from megatron_hybrid.training.optimizer import (
     build_optimizer,
     build_schedule,
+    correct_loaded,
     describe_optimizers,
-    fill_step_counts,
-    take_rates,
     update,
 )
 from megatron_hybrid.training.recipe import Recipe
@@ -547,8 +546,8 @@ class Trainer:
         self.chunk.module.load_state_dict(state["model"], strict=self.recipe.lora is None)
         self.progress = Progress(**state["progress"])
         self.measures.load_state(state["measures"])
-        fill_step_counts(state["optimizer"], self.progress.step - self.progress.skipped_steps)
-        take_rates(state["optimizer"], self.optimizer.param_groups)
+        updates = self.progress.step - self.progress.skipped_steps
+        correct_loaded(state["optimizer"], updates, self.optimizer.param_groups)
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.num_steps = self.progress.step
         self.schedule.step(0)
