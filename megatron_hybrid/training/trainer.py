@@ -509,7 +509,8 @@ class Trainer:
         return {
             **{f"data.{name}": value for name, value in data.items()},
             "the contents of the data": contents_of(self.train_data),
-            "run.steps * run.global_batch_size": run.steps * run.global_batch_size,
+            "run.steps": run.steps,
+            "run.global_batch_size": run.global_batch_size,
             **{f"model.{name}": str(getattr(config, name)) for name in _LOSS_FIELDS},
             "the weights of model.pretrained": self._base_weights,
             "lora.alpha": lora and lora.alpha,
@@ -564,6 +565,8 @@ class Trainer:
             name, there, here = found[0]
             differing = ", ".join(each[0] for each in found)
             raise CheckpointError(
+            # An equal field, such as layer_overrides, follows one that differs.
+            found = [each for each in found if each[1] != each[2]] or found
                 f"{path} was saved with {name}={there!r}, the recipe has {here!r}: another run, "
                 f"which differs in {differing}. Name another folder, or correct the recipe."
             )

@@ -163,12 +163,15 @@ def test_a_run_does_not_go_on_with_other_documents(tmp_path, tokenizer, other):
         ({"model": {"params_dtype": "bfloat16"}}, "model.params_dtype='torch.float32'.*bfloat16"),
         ({"model": {"moe_aux_loss_coeff": 0.1}}, "model.moe_aux_loss_coeff='0.0'.* has '0.1'"),
         ({"model": {"moe_z_loss_coeff": 0.1}}, "model.moe_z_loss_coeff='None'.* has '0.1'"),
+        ({"model": {"layernorm_epsilon": 1e-4}}, "model.layernorm_epsilon=1e-05, .* has 0.0001"),
+        ({"run": {"global_batch_size": 1, "steps": 4}}, "run.steps=1, .* has 4: .*n.global_batch_"),
+        ({"run": {"global_batch_size": 8, "steps": 1}}, "run.global_batch_size=4, .* has 8"),
     ],
 )
-def test_a_run_does_not_go_on_with_another_loss(text, tmp_path, change, match):
+def test_a_run_does_not_go_on_with_another_loss_or_other_steps(text, tmp_path, change, match):
     train(recipe_of(text, run={"steps": 1}), tmp_path)
     with pytest.raises(CheckpointError, match=f"was saved with {match}"):
-        build(recipe_of(text, run={"steps": 1}, **change), tmp_path)
+        build(recipe_of(text, **{"run": {"steps": 1}, **change}), tmp_path)
 
 
 def test_a_step_without_a_label_changes_nothing_and_a_run_of_them_is_an_error(text, tmp_path):
