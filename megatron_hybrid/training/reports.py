@@ -151,7 +151,7 @@ _TEXTS: dict[str, Callable[[float], str]] = {
 }
 """What a line has of a report, in its order."""
 
-NAMES = {*_TEXTS, "step", "tokens", "samples", "load_balancing_loss", "z_loss"}
+NAMES = {*_TEXTS, "step", "tokens", "samples", "load_balancing_loss", "z_loss", "mtp_loss_1"}
 """Names of the log that a loss of one's own cannot give to its metrics."""
 
 
