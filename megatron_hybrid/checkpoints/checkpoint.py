@@ -36,17 +36,13 @@ logger = logging.getLogger(__name__)
 
 @names_arguments()
 def save_checkpoint(model: HybridModel, folder: str | os.PathLike[str]) -> None:
-    """Write config.json and the weights. Call it on every rank of the model; one writes.
+    """Write config.json and the weights, adapters (LoRA) added to them; `save_adapters` writes
+    these alone. Call it on every rank of the model; one writes.
 
     Raises:
-        ValueError: the model has adapters (LoRA), for which there is no place in such a folder.
+        ValueError: adapters cannot be merged into these weights.
         CheckpointError: the folder cannot be written.
     """
-    if getattr(model, "lora_fields", None) is not None:
-        raise ValueError(
-            "the model has adapters (LoRA), which a checkpoint of the model cannot hold. Call "
-            "merge_adapters first; save_adapters writes them alone."
-        )
     state = full_state_dict(model)
     if state is not None and writes(model):
         _write(folder, model.config.to_dict(), state)

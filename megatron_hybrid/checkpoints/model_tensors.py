@@ -5,13 +5,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron_hybrid.checkpoints.tensor_files import check_numbers
 from megatron_hybrid.distributed.rendezvous import exchange
 from megatron_hybrid.models.hybrid_model import HybridModel
-from megatron_hybrid.models.packed_weight import PackedWeight
+from megatron_hybrid.models.low_rank import adapters_of
+from megatron_hybrid.models.packed_weight import PackedWeight, require_unpacked
 from megatron_hybrid.models.parameter_names import is_parameter, stack_experts
 from megatron_hybrid.models.sharding.gathering import gather_whole
+from megatron_hybrid.models.sharding.tensor_sharding import copy_marks
 
 
 def own_tensors(model: HybridModel) -> dict[str, Tensor]:
@@ -53,18 +56,37 @@ def writes(model: HybridModel) -> bool:
     return data_parallel is None or data_parallel.rank() == 0
 
 
+@torch.no_grad()
+def merged_weight(name: str, projection: nn.Module) -> Tensor:
+    """Return this rank's weight of an adapted projection with its adapter. Raises CheckpointError
+    where a sum is infinite in its dtype. name: of the projection."""
+    weight = projection.weight
+    merged = weight.float() + projection.lora.product()
+    check_numbers(f"{name}.weight with its adapter", merged, "the model", weight.dtype)
+    merged = merged.to(weight.dtype)
+    copy_marks(weight, merged)
+    return merged
+
+
 def full_state_dict(model: HybridModel, unpacked: bool = False) -> dict[str, Tensor] | None:
     """Gather the unsharded tensors by canonical names, on the CPU of the first tensor- and
     pipeline-parallel rank; None on the others. Call it on every rank.
 
     unpacked: dequantize packed weights; else their parts are tensors of their own.
 
-    Tensors that the model keeps in fp32 but that were loaded in its lower-precision dtype are
-    converted back to this dtype, unless that would round a changed value."""
+    Adapters are added to their weights. Tensors that the model keeps in fp32 but that were loaded
+    in its lower-precision dtype are converted back to this dtype, unless that would round a changed
+    value."""
     tp, pp = model.pg_collection.tp, model.pg_collection.pp
     state: dict[str, Tensor] = {}
     tensors = own_weights(model) if unpacked else own_tensors(model)
+    if adapted := adapters_of(model):
+        require_unpacked(model, "adapters cannot be merged")
+        tensors = {name: each for name, each in tensors.items() if ".lora." not in name}
     for own_name, tensor in tensors.items():
+        projection = own_name.removesuffix(".weight")
+        if projection in adapted:
+            tensor = merged_weight(projection, adapted[projection])
         if isinstance(tensor, PackedWeight):
             tensor = tensor.as_parameter()
         parts = gather_whole(own_name, tensor, model.pg_collection)

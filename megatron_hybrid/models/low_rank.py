@@ -60,6 +60,15 @@ def projections_of(model: HybridModel) -> dict[str, nn.Module]:
     }
 
 
+def adapters_of(model: HybridModel) -> dict[str, nn.Module]:
+    """The adapted projections of this pipeline stage, by canonical name."""
+    return {
+        model.canonical_name(name): module
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "lora", None), LowRankAdapter)
+    }
+
+
 class LowRankAdapter(nn.Module):
     """Computes what an adapter adds to the output of a projection. B is initially 0.
 

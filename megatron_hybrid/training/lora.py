@@ -24,12 +24,12 @@ from megatron_hybrid.checkpoints.adapter_files import (
     splits,
     write_adapters,
 )
-from megatron_hybrid.checkpoints.model_tensors import of_all_stages, writes
+from megatron_hybrid.checkpoints.model_tensors import merged_weight, of_all_stages, writes
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError, check_numbers
 from megatron_hybrid.distributed.ranks import ranks_of
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.layer_pattern import SHARED_BLOCKS
-from megatron_hybrid.models.low_rank import LowRankAdapter, LowRankPart, projections_of
+from megatron_hybrid.models.low_rank import LowRankAdapter, LowRankPart, adapters_of, projections_of
 from megatron_hybrid.models.packed_weight import require_unpacked
 from megatron_hybrid.models.sharding.gathering import gather_whole, own_piece, whole_shape
 from megatron_hybrid.models.sharding.one_rank_group import PlannedGroup
@@ -117,15 +117,6 @@ def _adaptable(model: HybridModel) -> dict[str, nn.Module]:
     return projections_of(model)
 
 
-def adapters_of(model: HybridModel) -> dict[str, nn.Module]:
-    """The adapted projections of this pipeline stage, by canonical name."""
-    return {
-        model.canonical_name(name): module
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "lora", None), LowRankAdapter)
-    }
-
-
 def merge_adapters(model: HybridModel) -> None:
     """Add the adapters to the weights and remove them: the model computes the same but for
     rounding, and is saved and exported as any other. Its parameters stay frozen. Call it on every
@@ -143,28 +134,15 @@ def merge_adapters(model: HybridModel) -> None:
         shapes = {name: whole_shape(each.lora.a) for name, each in adapted.items()}
         fields = repr(getattr(model, "lora_fields", None))
         ranks.require_equal({"the adapters' fields": fields, **shapes})
-        for name, projection in adapted.items():
-            dtype = projection.weight.dtype
-            if not bool(_merged(projection).to(dtype).isfinite().all()):
-                raise ValueError(
-                    f"{name}.weight with its adapter has NaN or infinite numbers in {dtype}, which "
-                    f"ends at {torch.finfo(dtype).max:g}: load the model in torch.bfloat16 or "
-                    "torch.float32, whose numbers are larger."
-                )
+        for name, projection in adapted.items():  # before the first one is written
+            merged_weight(name, projection)
     with torch.no_grad():
-        for projection in adapted.values():
-            projection.weight.copy_(_merged(projection))
+        for name, projection in adapted.items():
+            projection.weight.copy_(merged_weight(name, projection))
             projection.lora_hook.remove()
             del projection.lora, projection.lora_hook
     model.lora_fields = None
     model.num_weight_changes += 1
-
-
-@torch.no_grad()
-def _merged(projection: nn.Module) -> Tensor:
-    """Return the weight with its adapter, fp32. It is made twice: all are checked before the first
-    one is written."""
-    return projection.weight.float() + projection.lora.product()
 
 
 def save_adapters(model: HybridModel, folder: str | os.PathLike, base: str | None = None) -> None:

@@ -1,14 +1,17 @@
 """Losses of a run, as functions of the log-probabilities that the model gives to the labels."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Protocol
+from itertools import accumulate, chain
+from typing import Any, Protocol, get_type_hints
 
 import torch
 from torch import Tensor
 
 from megatron_hybrid.training.data.batches import Batch
+from megatron_hybrid.training.reports import NAMES
+from megatron_hybrid.utils.validation import check_field, shown
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Loss(Protocol):
     """What a run minimises. It is computed on the last pipeline stage, on every rank of it."""
 
     metrics: Sequence[str]
-    """Names of what the log has in addition to the loss."""
+    """Names of what the log has in addition to the loss, and to what it has of every run."""
     needs_reference: bool
     """Whether a batch needs the log-probabilities of the reference policy."""
     counts_labels: bool
@@ -42,6 +45,39 @@ class Loss(Protocol):
             log_probs: fp32 [1, T], of the labels, in nats.
             batch: its labels, masks and sequences, and what the reference policy says.
         """
+
+
+def check_loss(loss: Any) -> None:
+    """Raise ValueError where a loss lacks what `Loss` has, or a metric has a name of the log."""
+    for name, hint in get_type_hints(Loss).items():
+        check_field(f"{name} of the loss {_name(loss)}", getattr(loss, name, None), hint)
+    if taken := sorted(NAMES.intersection(loss.metrics)):
+        raise ValueError(f"the loss {_name(loss)} has metrics {taken}, names of the log: rename.")
+
+
+def check_sums(loss: Loss, found: Any, device: torch.device) -> None:
+    """Raise ValueError where a loss has returned for a micro-batch what cannot be trained by."""
+    try:
+        pairs = [found.metrics[name] for name in loss.metrics]
+        numbers = [found.total, found.count, *chain.from_iterable(pairs)]
+        is_right = len(numbers) == 2 + 2 * len(found.metrics) and all(
+            each.shape == () and each.device == device and not each.is_complex() for each in numbers
+        )
+        is_right = is_right and 0 <= found.count < math.inf
+        is_right = is_right and (found.total.requires_grad or not torch.is_grad_enabled())
+    except (AttributeError, KeyError, TypeError):  # by what it is
+        is_right = False
+    if not is_right:
+        raise ValueError(
+            f"the loss {_name(loss)} returned {' '.join(shown(found).split())}; it must be "
+            f"LossSums of tensors of one number on {device}: a total with a gradient, by log_probs "
+            "without detach(), a finite count of 0 or more, and as metrics (sum, number) by each "
+            f"name of {[*loss.metrics]}."
+        )
+
+
+def _name(loss: Any) -> str:
+    return getattr(loss, "__name__", type(loss).__name__)
 
 
 class CrossEntropy:

@@ -41,7 +41,7 @@ class OptimizerFields(Fields):
     2024) for the weight matrices of the layers with AdamW for all other parameters. Each expert's
     matrix is one of its own, and so are queries, keys and values. Muon's updates are scaled to the
     size of Adam's, so both take one learning rate. Muon needs whole matrices: neither tensor
-    parallelism nor `distributed`."""
+    parallelism nor `distributed`. Adapters (`lora`) are trained by AdamW."""
 
     learning_rate: Annotated[float, Range(gt=0)] = 3e-4
     """Highest learning rate, which is reached after the warm-up."""
@@ -61,8 +61,8 @@ class OptimizerFields(Fields):
     refuse it."""
 
     weight_decay: Annotated[float, Range(ge=0)] = 0.1
-    """Decoupled weight decay. Embeddings and the matrices of the layers decay; vectors, norms,
-    convolutions and the constants of recurrent layers do not."""
+    """Decoupled weight decay. Embeddings, the matrices of the layers and those of adapters decay;
+    vectors, norms, convolutions and the constants of recurrent layers do not."""
 
     end_weight_decay: float | None = None
     """Weight decay of the last step, to which it rises linearly; None: it is constant."""
@@ -195,9 +195,9 @@ def build_optimizer(
 
 def is_layer_matrix(name: str, parameter: nn.Parameter) -> bool:
     """Return whether a parameter is a weight matrix of a layer, or a stack of its experts', as Muon
-    updates it: neither of the embedding and the output layer, nor a constant of a recurrent layer
-    such as `A_log`."""
-    is_outside = any(part in name for part in ("embedding", "output_layer"))
+    updates it: neither of the embedding, the output layer and adapters, nor a constant of a
+    recurrent layer such as `A_log`."""
+    is_outside = any(part in name for part in ("embedding", "output_layer", ".lora."))
     return _decays(parameter, name) and not is_outside
 
 
@@ -216,7 +216,8 @@ def _decays(parameter: nn.Parameter, name: str) -> bool:
     """Return whether weight decay applies: to matrices, of experts also stacked, but not to those
     of a convolution and to constants of recurrent layers."""
     is_stacked = parameter.dim() == 3 and ".experts." in name
-    return name.rpartition(".")[2].startswith("weight") and (parameter.dim() == 2 or is_stacked)
+    is_weight = name.rpartition(".")[2].startswith("weight") or ".lora." in name
+    return is_weight and (parameter.dim() == 2 or is_stacked)
 
 
 _NO_DECAY = {
@@ -371,28 +372,15 @@ _RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
 """What tells core's groups of parameters apart, and what a recipe sets of them."""
 
 
-def fill_step_counts(state: dict[Any, Any], updates: int) -> None:
-    """Give the loaded states of every Adam the number of updates. Core saves that of the optimizers
-    of the first pipeline stage, where one of them, such as that of the experts, may be empty.
+def correct_loaded(state: dict[Any, Any], updates: int, own: Sequence[Mapping[str, Any]]) -> None:
+    """Give the loaded states of every Adam the number of updates, and the loaded groups of
+    parameters the rates of the recipe, which may change them. Core saves that number of the
+    optimizers of the first pipeline stage, where one of them, such as that of the experts, may be
+    empty; and it finds groups by their rates, too.
 
     Args:
         state: of `ChainedOptimizer.load_state_dict`.
         updates: steps that changed the model.
-    """
-    if not isinstance(states := state.get("state"), dict):
-        for part in state.values():
-            if isinstance(part, dict):
-                fill_step_counts(part, updates)
-    elif any(isinstance(one, dict) and "exp_avg" in one for one in states.values()):
-        states.setdefault("common_step", torch.tensor(float(updates)))
-
-
-def take_rates(state: dict[Any, Any], own: Sequence[Mapping[str, Any]]) -> None:
-    """Give the loaded groups of parameters the rates of the recipe, which may change them. Core
-    finds groups by their rates, too.
-
-    Args:
-        state: of `ChainedOptimizer.load_state_dict`.
         own: the groups of the optimizers as the recipe has them.
     """
     for name, part in state.items():
@@ -402,4 +390,7 @@ def take_rates(state: dict[Any, Any], own: Sequence[Mapping[str, Any]]) -> None:
                 given = next(same, {})
                 group.update((rate, given[rate]) for rate in _RATES if rate in given)
         elif isinstance(part, dict):
-            take_rates(part, own)
+            correct_loaded(part, updates, own)
+            of_adam = (isinstance(one, dict) and "exp_avg" in one for one in part.values())
+            if name == "state" and any(of_adam):
+                part.setdefault("common_step", torch.tensor(float(updates)))

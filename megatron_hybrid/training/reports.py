@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from megatron_hybrid.training.fields import Fields
 from megatron_hybrid.utils.files import replace_file
 from megatron_hybrid.utils.progress import Console, new_bar
-from megatron_hybrid.utils.validation import Range
+from megatron_hybrid.utils.validation import Range, check_field
 
 LOG = "log.jsonl"
 WriterName = Literal["tensorboard", "wandb", "mlflow"]
@@ -65,8 +65,8 @@ class Reports:
         self.console = console or Console(stderr=True, highlight=False)
         self._writers = {name: _writer(name, folder, step, recipe) for name in {*fields.writers}}
         records = read_log(self.path)
-        self._sent = {(record.get("step"), "eval_loss" in record) for record in records}
-        kept = [record for record in records if record.get("step", 0) <= step]
+        self._sent = {(record["step"], "eval_loss" in record) for record in records}
+        kept = [record for record in records if record["step"] <= step]
         self.evaluated = {record["step"] for record in kept if "eval_loss" in record}
         """Steps of which there is an evaluation."""
         text = "".join(json.dumps(record) + "\n" for record in kept)
@@ -151,15 +151,23 @@ _TEXTS: dict[str, Callable[[float], str]] = {
 }
 """What a line has of a report, in its order."""
 
+NAMES = {*_TEXTS, "step", "tokens", "samples", "load_balancing_loss", "z_loss", "mtp_loss_1"}
+"""Names of the log that a loss of one's own cannot give to its metrics."""
+
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of a log; none where there is no file. A last line that a crash cut is left."""
+    """The records of a log; none where there is no file. A line that is no JSON, as a crash may cut
+    one, is left out. Raises ValueError where a line is JSON, but no report of a step."""
     records = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    lines = path.read_bytes().splitlines() if path.exists() else ()
+    for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
-            break
+            continue
+        check_field(f"{path}:{number}", record, dict)
+        check_field(f"{path}:{number}: step", record.get("step"), int)
+        records.append(record)
     return records
 
 

@@ -1,10 +1,12 @@
 """Rollouts: completions that the model draws for prompts while it is trained, as batches."""
 
+import copy
 import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pkgutil import resolve_name
+from traceback import extract_tb
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,9 @@ _SAMPLING = {
 }
 """The model's own distribution, whatever its generation_config.json says, and its end token."""
 
+Prompt = tuple[str, dict[str, Any], list[int]]
+"""Its file and line, its record, and its tokens."""
+
 
 class Prompts:
     """The records of files with the tokens of their prompts, and the function that rewards them.
@@ -43,29 +48,26 @@ class Prompts:
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer):
         self.reward = _find_reward(recipe.grpo.reward)
-        self.records: list[dict[str, Any]] = []
-        self.tokens: list[list[int]] = []
         digest, size = hashlib.blake2b(digest_size=16), recipe.data.sequence_length
-        room = size - recipe.grpo.max_tokens
-        for path in check_files(parse_blend("train", recipe.data.train)[0]):
-            for chunk in read_chunks(path):
-                for place, record, tokens in _prompts_of(chunk, tokenizer):
-                    if not 0 < len(tokens) <= room:
-                        raise ValueError(
-                            f"{place}: the prompt has {len(tokens)} tokens; a row of {size} has "
-                            f"room for 1 to {room} and grpo.max_tokens={recipe.grpo.max_tokens}."
-                        )
-                    self.records.append(record)
-                    self.tokens.append(tokens)
-                    digest.update(repr(record).encode())
-        if not self.records:
+        files = check_files(parse_blend("train", recipe.data.train)[0])
+        chunks = (chunk for path in files for chunk in read_chunks(path))
+        self.found = [each for chunk in chunks for each in _prompts_of(chunk, tokenizer)]
+        for place, record, tokens in self.found:
+            if not tokens or len(tokens) + recipe.grpo.max_tokens > size:
+                raise ValueError(
+                    f"{place}: the prompt has {len(tokens)} tokens, and grpo.max_tokens is "
+                    f"{recipe.grpo.max_tokens}; a prompt must have 1 or more, and a row of "
+                    f"data.sequence_length={size} must hold both."
+                )
+            digest.update(repr(record).encode())
+        if not self.found:
             raise ValueError(f"{recipe.data.train} have no prompts: name files in data.train.")
         self.unique_identifiers = {"content": digest.hexdigest()}
 
-    def place(self, number: int, seed: int) -> int:
-        """Place of a record in epochs, each of which has an order of its own."""
-        epoch, place = divmod(number, len(self.records))
-        return int(np.random.RandomState([seed, epoch]).permutation(len(self.records))[place])
+    def at(self, number: int, seed: int) -> Prompt:
+        """The prompt at a place in epochs, each of which has an order of its own."""
+        epoch, place = divmod(number, len(self.found))
+        return self.found[np.random.RandomState([seed, epoch]).permutation(len(self.found))[place]]
 
 
 class Rollouts:
@@ -105,64 +107,73 @@ class Rollouts:
         rank, ranks = self.engine.replica
         own = run.global_batch_size // fields.group_size // ranks
         numbers = range((number * ranks + rank) * own, (number * ranks + rank + 1) * own)
-        places = [self.prompts.place(each, data.seed) for each in numbers]
+        prompts = [self.prompts.at(each, data.seed) for each in numbers]
         length = fields.max_tokens
         params = [
             SamplingParams(**_SAMPLING, num_tokens_to_generate=length, seed=run.seed + each)
             for each in numbers
         ]
-        prompts = [self.prompts.tokens[place] for place in places]
         self.engine.update_weights()
         self.engine.resume()
         options = RequestOptions(n=fields.group_size)
-        results = self.engine.generate(prompts, params, options, progress=False)
+        tokens = [each for _, _, each in prompts]
+        results = self.engine.generate(tokens, params, options, progress=False)
         self.engine.suspend("drop")
         self.model.train()
         samples = [sample for result in results for sample in result.samples]
-        records = [self.prompts.records[place] for place in places for _ in range(options.n)]
-        rewards = self._rewards(records, samples).view(-1, options.n)
+        of_samples = [prompt for prompt in prompts for _ in range(options.n)]
+        rewards = self._rewards(of_samples, samples).view(-1, options.n)
         advantages = rewards - rewards.mean(1, keepdim=True)
         if fields.scale_rewards:
             advantages /= rewards.std(1, keepdim=True) + 1e-4
         return list(map(_row, samples, advantages.flatten(), rewards.flatten()))
 
-    def _rewards(
-        self, records: Sequence[dict[str, Any]], samples: Sequence[GenerationResult]
-    ) -> Tensor:
+    def _rewards(self, prompts: Sequence[Prompt], samples: Sequence[GenerationResult]) -> Tensor:
         """Ask for the rewards on the first rank of each model, fp32 [samples]."""
         group, found = parallel_state.get_tensor_model_parallel_group(), [None]
         with fail_together(ValueError, whole_job=True):
             if group.rank() == 0:
-                ids = [sample.token_ids for sample in samples]
-                texts: list[Any] = list(map(self.tokenizer.decode, ids))
-                for place, record in enumerate(records):
-                    if not isinstance(record["prompt"], str):
-                        texts[place] = [{"role": "assistant", "content": texts[place]}]
-                names = {name for record in records for name in record} - {"prompt"}
-                columns = {name: [record.get(name) for record in records] for name in names}
-                columns["prompts"] = [record["prompt"] for record in records]
-                columns |= {"completions": texts, "completion_ids": ids}
-                found = [self._checked(self.prompts.reward(**columns), len(samples))]
+                rewards = self._ask(prompts, samples)
+                try:
+                    found = [torch.tensor(rewards, dtype=torch.float32)]
+                except (ValueError, TypeError, RuntimeError):  # by what it is
+                    found = [torch.empty(0)]
+                if found[0].shape != (len(samples),) or not found[0].isfinite().all():
+                    raise ValueError(
+                        f"grpo.reward {self.recipe.grpo.reward} returned {rewards!r:.80}; it must "
+                        f"be a list of {len(samples)} finite numbers."
+                    )
         dist.broadcast_object_list(found, group=group, group_src=0)
         return found[0]
 
-    def _checked(self, rewards: Any, count: int) -> Tensor:
+    def _ask(self, prompts: Sequence[Prompt], samples: Sequence[GenerationResult]) -> Any:
+        """Call the function with copies, which it may change. Where it fails, the ValueError names
+        the first sample of which it fails alone."""
+        ids = [[*sample.token_ids] for sample in samples]
+        texts: list[Any] = list(map(self.tokenizer.decode, ids))
+        records = [copy.deepcopy(record) for _, record, _ in prompts]
+        for place, record in enumerate(records):
+            if not isinstance(record["prompt"], str):
+                texts[place] = [{"role": "assistant", "content": texts[place]}]
+        names = {name for _, record, _ in self.prompts.found for name in record} - {"prompt"}
+        columns = {name: [record.get(name) for record in records] for name in names}
+        columns["prompts"] = [record["prompt"] for record in records]
+        columns |= {"completions": texts, "completion_ids": ids}
         try:
-            found = torch.tensor(rewards, dtype=torch.float32)
-        except (ValueError, TypeError, RuntimeError):  # by what it is
-            found = torch.empty(0)
-        if found.shape != (count,) or not found.isfinite().all():
+            with torch.set_grad_enabled(torch.is_grad_enabled()):  # whatever the function sets
+                return self.prompts.reward(**columns)
+        except Exception as error:
+            for pair in zip(prompts, samples) if len(prompts) > 1 else ():
+                self._ask(*([each] for each in pair))
+            frame = extract_tb(error.__traceback__)[:2][-1]
             raise ValueError(
-                f"grpo.reward {self.recipe.grpo.reward} returned {rewards!r:.80}; it must be a "
-                f"list of {count} finite numbers."
-            )
-        return found
+                f"grpo.reward {self.recipe.grpo.reward} raised {error!r} ({frame.filename}:"
+                f"{frame.lineno}); rows in the call: {len(prompts)}, the first is of "
+                f"{prompts[0][0]}, {self.tokenizer.decode(samples[0].token_ids)!r:.80}."
+            ) from error
 
 
-def _prompts_of(
-    chunk: Chunk, tokenizer: Tokenizer
-) -> Iterator[tuple[str, dict[str, Any], list[int]]]:
-    """The place of each record, its fields, and the tokens of its prompt."""
+def _prompts_of(chunk: Chunk, tokenizer: Tokenizer) -> Iterator[Prompt]:
     for index in range(len(chunk.records)):
         place = chunk.place(index)
         try:
@@ -185,7 +196,8 @@ def _find_reward(name: str) -> Callable[..., Sequence[float]]:
     if folder not in sys.path:
         sys.path.append(folder)
     try:
-        reward = resolve_name(name)
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # whatever the module sets
+            reward = resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         reward, reason = None, error
     else:

@@ -45,15 +45,14 @@ from megatron_hybrid.training.data.rows import contents_of
 from megatron_hybrid.training.dpo import DpoLoss
 from megatron_hybrid.training.footprint import check_fits
 from megatron_hybrid.training.grpo import GrpoLoss
-from megatron_hybrid.training.lora import add_adapters, merge_adapters, save_adapters
-from megatron_hybrid.training.losses import CrossEntropy, Loss
+from megatron_hybrid.training.lora import add_adapters, save_adapters
+from megatron_hybrid.training.losses import CrossEntropy, Loss, check_loss, check_sums
 from megatron_hybrid.training.measures import Measures, mean_of
 from megatron_hybrid.training.optimizer import (
     build_optimizer,
     build_schedule,
+    correct_loaded,
     describe_optimizers,
-    fill_step_counts,
-    take_rates,
     update,
 )
 from megatron_hybrid.training.recipe import Recipe
@@ -75,6 +74,7 @@ _LOSS_FIELDS = (
     "mtp_loss_scaling_factor",
 )
 """Fields of the model that change no forward pass, but what is trained."""
+_SHIPPED = (CrossEntropy, DpoLoss, GrpoLoss)
 
 
 @dataclass
@@ -179,6 +179,7 @@ class Trainer:
             self.rollouts.engine.close()
         self._release()
 
+    @torch.inference_mode(False)  # with gradients, whatever the caller's mode
     def _set_up(self, config: HybridConfig) -> None:
         recipe, run, device = self.recipe, self.recipe.run, self.device
         if (memory := device_memory(device)) is not None:
@@ -237,8 +238,7 @@ class Trainer:
         with quiet_core():
             self.chunk = DistributedDataParallel(config, ddp_config, self.model)
         self._count = torch.zeros((), dtype=torch.float64, device=device)
-        shipped = (CrossEntropy, DpoLoss, GrpoLoss)
-        is_whole = recipe.data.kind != "sft" and type(self.loss) in shipped
+        is_whole = recipe.data.kind != "sft" and type(self.loss) in _SHIPPED
         unit = 1 if is_whole else 1024
         config.finalize_model_grads_func = partial(_finalize_gradients, self._count, unit)
         config.no_sync_func = self.chunk.no_sync
@@ -260,6 +260,7 @@ class Trainer:
 
         Raises:
             TrainingError: too many steps in a row had no finite gradient, or all of the run.
+            ValueError: the log has a line that is no report, or a loss cannot be trained by.
             ImportError, OSError: a writer of the reports lacks its package, or does not start; on
                 all ranks.
         """
@@ -314,6 +315,7 @@ class Trainer:
         data, fields = self._batches(self.train_data, self.progress.samples), self.recipe.data
         return (batch.cut(fields.longest_sequence(self.progress.step)) for batch in data)
 
+    @torch.inference_mode(False)
     def step(self, data: Iterator[Batch]) -> Step:
         """Train on the next global batch; every rank calls it.
 
@@ -321,12 +323,15 @@ class Trainer:
             data: the iterator of `batches`, from which this step takes `num_micro_batches`.
 
         Raises:
-            TrainingError: too many steps in a row had no finite gradient.
+            TrainingError: too many steps in a row had no finite gradient; or the data has ended.
         """
         progress = self.progress
         self.chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        metrics, num_labels = self._run_batches(data, forward_only=False)
+        try:
+            metrics, num_labels = self._run_batches(data, forward_only=False)
+        except StopIteration as end:
+            raise TrainingError(f"the data ends at run.steps={progress.step}: raise it.") from end
         loss = mean_of(metrics["loss"])
         self.schedule.step(1)
         if math.isfinite(loss):  # without a label weights would decay all the same
@@ -371,16 +376,15 @@ class Trainer:
 
     def export(self, folder: str | os.PathLike) -> None:
         """Write the model and its tokenizer for `load_pretrained`, its adapters merged; these alone
-        lie in its folder "adapters". Every rank calls it, at the end.
+        lie in its folder "adapters". Every rank calls it; the run may go on after it.
 
         Raises:
             OSError, CheckpointError: the folder cannot be written; on all ranks.
         """
+        folder = Path(folder)
         with fail_together(OSError, whole_job=True):  # files are written after all gathers
             if self.recipe.lora is not None:
                 save_adapters(self.model, folder / ADAPTERS, self.recipe.model["pretrained"])
-        if self.recipe.lora is not None:
-            merge_adapters(self.model)
         with fail_together(OSError, whole_job=True):
             save_checkpoint(self.model, folder)
             if dist.get_rank() == 0:
@@ -455,12 +459,10 @@ class Trainer:
         """What core's schedules take: the sum of the losses, an integer, and what to return."""
         if non_loss_data:
             return -losses
-        found = self.loss(-losses, batch)
-        if torch.is_grad_enabled() and not found.total.requires_grad:
-            raise TrainingError(
-                f"the loss {type(self.loss).__name__} has a total without a gradient, by which "
-                "nothing is trained: compute it from log_probs, without detach()."
-            )
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # whatever a loss of others sets
+            found = self.loss(-losses, batch)
+        if type(self.loss) not in _SHIPPED:  # of these the check would wait for the GPU
+            check_sums(self.loss, found, losses.device)
         metrics = [value for name in self.loss.metrics for value in found.metrics[name]]
         num_labels = batch.loss_mask.count_nonzero()
         sums = [found.total.detach(), found.count, *metrics, num_labels]
@@ -510,7 +512,8 @@ class Trainer:
         return {
             **{f"data.{name}": value for name, value in data.items()},
             "the contents of the data": contents_of(self.train_data),
-            "run.steps * run.global_batch_size": run.steps * run.global_batch_size,
+            "run.steps": run.steps,
+            "run.global_batch_size": run.global_batch_size,
             **{f"model.{name}": str(getattr(config, name)) for name in _LOSS_FIELDS},
             "the weights of model.pretrained": self._base_weights,
             "lora.alpha": lora and lora.alpha,
@@ -547,8 +550,8 @@ class Trainer:
         self.chunk.module.load_state_dict(state["model"], strict=self.recipe.lora is None)
         self.progress = Progress(**state["progress"])
         self.measures.load_state(state["measures"])
-        fill_step_counts(state["optimizer"], self.progress.step - self.progress.skipped_steps)
-        take_rates(state["optimizer"], self.optimizer.param_groups)
+        updates = self.progress.step - self.progress.skipped_steps
+        correct_loaded(state["optimizer"], updates, self.optimizer.param_groups)
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.num_steps = self.progress.step
         self.schedule.step(0)
@@ -562,6 +565,8 @@ class Trainer:
         before, now = common["kept"], self._kept_fields()
         found += [(n, before[n], now[n]) for n in now if before.get(n, now[n]) != now[n]]
         if found:
+            # An equal field, such as layer_overrides, follows one that differs.
+            found = [each for each in found if each[1] != each[2]] or found
             name, there, here = found[0]
             differing = ", ".join(each[0] for each in found)
             raise CheckpointError(
@@ -627,6 +632,7 @@ def _loss_of(recipe: Recipe) -> Loss:
 
 def _check_loss(loss: Loss, recipe: Recipe, config: HybridConfig) -> None:
     """Raise ValueError if the loss cannot be trained with this recipe."""
+    check_loss(loss)
     name, kind = type(loss).__name__, recipe.data.kind
     section = {"preferences": "dpo", "prompts": "grpo"}.get(kind)
     if section is not None and isinstance(loss, CrossEntropy):

@@ -36,10 +36,10 @@ class RunFields(FieldGroup):
 
     recompute_method: Literal["uniform", "block"] | None = None
     """With `full`. `uniform`: all layers of a pipeline stage, `recompute_num_layers` at a time;
-    `block`: its first `recompute_num_layers`, one at a time."""
+    `block`: its first `recompute_num_layers`, one at a time. None: `uniform`."""
 
     recompute_num_layers: int | None = None
-    """See `recompute_method`."""
+    """See `recompute_method`. None: 1 with `uniform`; `block` needs it."""
 
     recompute_modules: list[str] | None = None
     """Parts of layers, as the mixers name them (`Mixer.recompute_name`, `recompute_parts`): whole
@@ -47,15 +47,17 @@ class RunFields(FieldGroup):
     'shared_experts'; 'layernorm', the norm in front of each mixer. None: 'core_attn'."""
 
     def check_recompute(self) -> None:
-        """Fills in `recompute_modules`; names are checked when a model is built. See
-        `FieldGroup.check`. Runs in place of megatron-core's own checks, which know other names."""
+        """Fills in the fields of recomputation; `recompute_modules` are checked when a model is
+        built. See `FieldGroup.check`. Runs in place of megatron-core's own checks, which know other
+        names."""
         if self.recompute_modules is None:
             self.recompute_modules = ["core_attn"]
         if self.recompute_granularity is None:
             return
         if self.recompute_granularity == "full":
-            if self.recompute_method is None:
-                raise ValueError("recompute_method is None; use 'uniform' or 'block'.")
+            self.recompute_method = self.recompute_method or "uniform"
+            if self.recompute_method == "uniform" and self.recompute_num_layers is None:
+                self.recompute_num_layers = 1
             self._require_positive("recompute_num_layers")
         elif (self.recompute_method, self.recompute_num_layers) != (None, None):
             raise ValueError(

@@ -100,7 +100,9 @@ def train(folder, layouts):
         load_adapters(model, folder / "adapters")
         losses, gradients = run(model)
         save_adapters(model, folder / layout)
+        save_checkpoint(model, folder / f"{layout} adapted")
         results[layout] = losses, gradients, merged(model)
+        save_checkpoint(model, folder / f"{layout} merged")
     return results
 
 
@@ -171,7 +173,14 @@ def test_two_ranks_learn_what_one_learns(outcomes, alone, folder, layout):
         torch.testing.assert_close(value, saved[name], atol=1e-3, rtol=0)
 
 
-def test_merging_changes_rounding_alone(outcomes, alone):
+def test_merging_changes_rounding_alone(outcomes, alone, folder):
+    for layout in LAYOUTS:
+        files = (
+            folder / f"{layout} {kind}" / "model.safetensors" for kind in ("adapted", "merged")
+        )
+        adapted, written = map(load_file, files)
+        assert adapted.keys() == written.keys()
+        assert all(torch.equal(adapted[name], written[name]) for name in written)
     for before, after in (alone[2], *(each[2] for each in outcomes[0].values())):
         torch.testing.assert_close(after, before, atol=2e-5, rtol=1e-5)
 

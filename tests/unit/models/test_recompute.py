@@ -212,7 +212,6 @@ def test_generators_of_core_start_where_the_forward_pass_did(monkeypatch):
     "fields, message",
     [
         ({"recompute_granularity": "layer"}, "'layer'; use 'full' or 'selective'"),
-        (FULL, "recompute_method is None; use 'uniform' or 'block'"),
         ({**FULL, "recompute_method": "block"}, "recompute_num_layers is None; it must be a whole"),
         ({**KINDS["default"], "recompute_num_layers": 2}, "takes the recompute_modules of all"),
         ({"moe_layer_recompute": True}, r"use recompute_granularity='selective' and recompute_mod"),
@@ -221,6 +220,10 @@ def test_generators_of_core_start_where_the_forward_pass_did(monkeypatch):
 def test_fields_that_contradict_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         small_config("M*", **fields)
+
+
+def test_full_recompute_alone_is_of_each_layer():
+    assert build_hybrid_model(small_config("M*-", **FULL)).decoder.recomputed_layers == [1, 1, 1]
 
 
 @pytest.mark.parametrize("name", ["moe_act", "moe", "gdp_qkv"])

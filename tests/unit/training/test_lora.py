@@ -112,19 +112,11 @@ def test_adapters_are_saved_alone(tmp_path):
     load_adapters(other, tmp_path / "adapters")
     assert torch.equal(other(tokens), model(tokens))
     assert (tmp_path / "adapters" / "adapter_model.safetensors").stat().st_size < 9000
-    merge_adapters(other)
     save_checkpoint(other, tmp_path / "merged")
-    load_checkpoint(small_model("M*-", params_dtype=torch.bfloat16), tmp_path / "merged")
-
-
-def test_a_checkpoint_of_a_model_with_adapters_is_refused(tmp_path):
-    model = small_model("M*")
-    add_adapters(model, LoraFields(rank=2))
-    with pytest.raises(ValueError, match="Call merge_adapters first"):
-        save_checkpoint(model, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    merge_adapters(model)
-    save_checkpoint(model, tmp_path / "out")
+    merged = small_model("M*-", params_dtype=torch.bfloat16)
+    load_checkpoint(merged, tmp_path / "merged")
+    merge_adapters(other)
+    assert torch.equal(other(tokens), merged(tokens))
 
 
 def test_adapters_of_another_model_are_refused(tmp_path):

@@ -225,6 +225,15 @@ def test_rewards_rise_and_the_engine_drew_with_the_weights_that_are_trained(
         return [float(text.count(each)) for text, each in zip(completions, letter)]
     def none(completions, **columns):
         return []
+    def raises(completions, letter, **columns):
+        import torch
+        torch.set_grad_enabled(False)
+        return [float(text + each) for text, each in zip(completions, letter)]
+    def changes(completions, completion_ids, letter, **columns):
+        import torch
+        torch.set_grad_enabled(False)
+        [ids.clear() for ids in completion_ids]
+        return letters(completions, completions, completions, letter)
     def words(completions, **columns):
         return ["1"] * len(completions)
     number = 3
@@ -248,7 +257,15 @@ def test_rewards_rise_and_the_engine_drew_with_the_weights_that_are_trained(
     assert all(one["ratio_error"] < 1e-5 for one in log[::2]) and log[0]["kl"] < 1e-9
     assert all(one["ratio_error"] > 1e-3 for one in log[1::2])
     assert log[-1]["reward"] > log[0]["reward"] + 0.5 and log[-1]["kl"] > 0
+    changed = train(values, tmp_path / "c", "grpo.reward=rewards_of_a_test:changes", "run.steps=2")
+    assert [one["loss"] for one in changed[:1]] == [one["loss"] for one in log[:1]]
+    assert changed[1]["gradient_norm"] > 0
     for overrides, match in (
+        (
+            ["grpo.reward=rewards_of_a_test:raises"],
+            r"_test:raises raised ValueError\(.could not convert .*rewards_of_a_test.py:10\); rows "
+            r"in the call: 1, the first is of .*p.jsonl:\d, '",
+        ),
         (["grpo.reward=rewards_of_a_test:none"], r"returned \[\]; it must be a list of 16 finite"),
         (["grpo.reward=rewards_of_a_test:words"], r"returned \['1',.*; it must be a list of 16"),
         (["grpo.reward=rewards_of_a_test:no"], "must be module:function, of a module in "),
@@ -257,7 +274,10 @@ def test_rewards_rise_and_the_engine_drew_with_the_weights_that_are_trained(
             ["run.global_batch_size=12", "run.micro_batch_size=4"],
             "no multiple of grpo.group_size=8 times the 1 data-par",
         ),
-        (["grpo.max_tokens=31"], r"p.jsonl:1: the prompt has \d+ tokens; a row of 32 has room"),
+        (
+            ["grpo.max_tokens=64"],
+            r"p.jsonl:1: .* and grpo.max_tokens is 64; .*_length=32",
+        ),
         (["model.pipeline_model_parallel_size=2"], "grpo with pipeline_model_parallel_size=2"),
         (["run.eval_every_steps=1"], "run.eval_every_steps has no meaning with grpo"),
         (["grpo=null"], "data.kind is 'prompts', of which cross entropy learns nothing: set grpo"),

@@ -8,10 +8,12 @@ from stock_megatron import core_groups
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.training.core_cpu_patch import core_cpu_patch
+from megatron_hybrid.training.lora import LoraFields, add_adapters
 from megatron_hybrid.training.optimizer import (
     OptimizerFields,
     build_optimizer,
     build_schedule,
+    describe_optimizers,
     is_layer_matrix,
     update,
 )
@@ -41,12 +43,15 @@ def on_cpu():
         yield
 
 
-def wrapped(dtype=torch.float32, distributed=False, **fields):
+def wrapped(dtype=torch.float32, distributed=False, has_adapters=False, **fields):
     config = HybridConfig(**{**CONFIG, **fields}, params_dtype=dtype)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
     )
-    return DistributedDataParallel(config, ddp_config, build_hybrid_model(config))
+    model = build_hybrid_model(config)
+    if has_adapters:
+        add_adapters(model, LoraFields(rank=2))
+    return DistributedDataParallel(config, ddp_config, model)
 
 
 def fields(**values):
@@ -154,6 +159,22 @@ def test_updates_are_those_of_torch_on_fp32_copies(name, distributed, dtype):
             rtol = 1e-5 if parameter.dtype == torch.float32 else 2**-7
             expected = mains[n].to(parameter.dtype)
             torch.testing.assert_close(parameter, expected, rtol=rtol, atol=1e-6, msg=n)
+
+
+@pytest.mark.parametrize("name", ["adam", "muon"])
+def test_adapters_decay_and_are_trained_by_adam(name):
+    chunk = wrapped(has_adapters=True)
+    optimizer = build_optimizer([chunk], fields(name=name))
+    assert "Muon" not in describe_optimizers(chunk.module, fields(name=name))
+    build_schedule(optimizer, fields(), steps=10).step(1)
+    learning = {n: p for n, p in chunk.module.named_parameters() if p.requires_grad}
+    before = {n: p.detach().clone() for n, p in learning.items()}
+    chunk.zero_grad_buffer()
+    chunk.finish_grad_sync()
+    update(optimizer)
+    assert learning and any(value.any() for value in before.values())
+    for n, parameter in learning.items():
+        torch.testing.assert_close(parameter, before[n] * (1 - RATE * DECAY))
 
 
 def rates(optimizer, schedule, steps):

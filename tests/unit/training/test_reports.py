@@ -66,6 +66,25 @@ def test_a_last_line_that_is_half_written_is_left_out(tmp_path, cut):
     assert steps_of(tmp_path) == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("broken", ["", '{"step": 3, "lo', "\0" * 40, "\xff\xfe"])
+def test_a_line_that_is_no_json_takes_no_other_with_it(tmp_path, broken):
+    write(reports(tmp_path), 1, 2, 3)
+    first, *others = (tmp_path / LOG).read_text().splitlines()
+    text = "\n".join([first, broken, *others, ""])
+    (tmp_path / LOG).write_text(text, encoding="latin-1")
+    write(reports(tmp_path, step=3), 4)
+    assert steps_of(tmp_path) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("line", ["[1]", '{"step": "4"}', '{"loss": 1.0}', '{"step": 1e99}'])
+def test_json_that_is_no_report_is_refused_with_its_place(tmp_path, line):
+    write(reports(tmp_path), 1)
+    with open(tmp_path / LOG, "a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ValueError, match=rf"{LOG}:2(: step)? is .*; it must be a"):
+        reports(tmp_path, step=1)
+
+
 def test_what_is_not_finite_is_null_in_the_log(tmp_path):
     one = reports(tmp_path)
     one.write(1, loss=math.nan, gradient_norm=math.inf, tokens=3)

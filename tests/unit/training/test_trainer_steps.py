@@ -20,7 +20,7 @@ from megatron_hybrid.training.checkpoints import Checkpoints
 from megatron_hybrid.training.data.batches import Batch
 from megatron_hybrid.training.data.datasets import build_datasets
 from megatron_hybrid.training.lora import load_adapters
-from megatron_hybrid.training.losses import CrossEntropy
+from megatron_hybrid.training.losses import CrossEntropy, LossSums
 from megatron_hybrid.training.reports import LOG, read_log
 from megatron_hybrid.training.trainer import Trainer, TrainingError, training_device
 
@@ -163,12 +163,15 @@ def test_a_run_does_not_go_on_with_other_documents(tmp_path, tokenizer, other):
         ({"model": {"params_dtype": "bfloat16"}}, "model.params_dtype='torch.float32'.*bfloat16"),
         ({"model": {"moe_aux_loss_coeff": 0.1}}, "model.moe_aux_loss_coeff='0.0'.* has '0.1'"),
         ({"model": {"moe_z_loss_coeff": 0.1}}, "model.moe_z_loss_coeff='None'.* has '0.1'"),
+        ({"model": {"layernorm_epsilon": 1e-4}}, "model.layernorm_epsilon=1e-05, .* has 0.0001"),
+        ({"run": {"global_batch_size": 1, "steps": 4}}, "run.steps=1, .* has 4: .*n.global_batch_"),
+        ({"run": {"global_batch_size": 8, "steps": 1}}, "run.global_batch_size=4, .* has 8"),
     ],
 )
-def test_a_run_does_not_go_on_with_another_loss(text, tmp_path, change, match):
+def test_a_run_does_not_go_on_with_another_loss_or_other_steps(text, tmp_path, change, match):
     train(recipe_of(text, run={"steps": 1}), tmp_path)
     with pytest.raises(CheckpointError, match=f"was saved with {match}"):
-        build(recipe_of(text, run={"steps": 1}, **change), tmp_path)
+        build(recipe_of(text, **{"run": {"steps": 1}, **change}), tmp_path)
 
 
 def test_a_step_without_a_label_changes_nothing_and_a_run_of_them_is_an_error(text, tmp_path):
@@ -190,13 +193,60 @@ def test_a_step_without_a_label_changes_nothing_and_a_run_of_them_is_an_error(te
         train(recipe_of(text, run={"max_skipped_steps": 1}), tmp_path / "b", Unlabelled)
 
 
-def test_a_loss_without_a_gradient_is_an_error(text, tmp_path):
-    class Detached(CrossEntropy):
-        def __call__(self, log_probs, batch):
-            return super().__call__(log_probs.detach(), batch)
+def own_loss(change, metrics=()):
+    """The cross entropy, changed."""
 
-    with pytest.raises(TrainingError, match="Detached has a total without a gradient"):
-        train(recipe_of(text), tmp_path, partial(Trainer, loss=Detached()))
+    class Own(CrossEntropy):
+        def __call__(self, log_probs, batch):
+            sums = super().__call__(log_probs, batch)
+            return change(sums.total, sums.count)
+
+    Own.metrics = metrics
+    return Own()
+
+
+@pytest.mark.parametrize(
+    ("change", "metrics", "match"),
+    [
+        (lambda total, count: LossSums(total.detach(), count), (), "a total with a gradient"),
+        (lambda total, count: LossSums(total, -count), (), r"count=tensor\(-\d.* count of 0 or mo"),
+        (lambda total, count: LossSums(total, count * math.inf), (), r"count=tensor\(inf\)"),
+        (lambda total, count: LossSums(total, 3.0), (), r"count=3\.0.* tensors of one number"),
+        (lambda total, count: LossSums(total, count.to("meta")), (), "of one number on cpu"),
+        (lambda total, count: LossSums(total[None], count), (), r"total=tensor\(\[\d"),
+        (lambda total, count: LossSums(total + 0j, count), (), r"total=tensor\(\d.*j, grad"),
+        (lambda total, count: (total, count), (), r"returned \(tensor.*; it must be LossSums"),
+        (lambda total, count: LossSums(total, count), ["kl"], r"each name of \['kl'\]"),
+        (lambda total, count: LossSums(total, count, {"kl": count}), ["kl"], "and as metrics"),
+        (LossSums, ["tokens", "kl"], r"metrics \['tokens'\], names of the log"),
+        (LossSums, "kl", "is 'kl'; it must be a list of texts"),
+    ],
+)
+def test_what_a_loss_returns_is_checked_by_its_name(text, tmp_path, change, metrics, match):
+    with pytest.raises(ValueError, match=f"the loss Own .*{match}"):
+        train(recipe_of(text), tmp_path, partial(Trainer, loss=own_loss(change, metrics)))
+
+
+def test_gradients_are_on_whatever_the_caller_and_the_loss_set(text, tmp_path):
+    def off(total, count):
+        torch.set_grad_enabled(False)
+        return LossSums(total, count)
+
+    train(recipe_of(text), tmp_path / "whole")
+    with torch.inference_mode():
+        train(recipe_of(text), tmp_path / "off", partial(Trainer, loss=own_loss(off)))
+    with torch.no_grad():
+        trainer = build(recipe_of(text), tmp_path / "own")
+        assert trainer.step(trainer.batches()).gradient_norm > 0
+    assert torch.is_grad_enabled()
+    names = ("loss", "gradient_norm")
+    assert logged(tmp_path / "off", *names) == logged(tmp_path / "whole", *names)
+
+
+def test_the_end_of_the_data_is_told(text, tmp_path):
+    trainer = build(recipe_of(text), tmp_path)
+    with pytest.raises(TrainingError, match=r"the data ends at run\.steps=0"):
+        trainer.step(iter(()))
 
 
 def test_a_folder_has_one_run_at_a_time(text, tmp_path):
@@ -321,7 +371,12 @@ def test_adapters_are_trained_alone_saved_and_merged(text, tmp_path, tokenizer):
         for name, module in trainer.model.named_modules()
         if name.endswith(".lora")
     }
-    trainer.export(tmp_path / "out")
+    trainer.export(str(tmp_path / "out"))
+    trainer.save()
+    trainer.export(tmp_path / "again")  # it has changed nothing
+    for name in ("model.safetensors", "adapters/adapter_model.safetensors"):
+        first, second = (tmp_path / folder / name for folder in ("out", "again"))
+        assert first.read_bytes() == second.read_bytes()
     merged = dict(load_pretrained(tmp_path / "out", dtype=torch.float32)[0].named_parameters())
     assert merged.keys() == start.keys() and products
     for name, value in merged.items():
