@@ -4,6 +4,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from pkgutil import resolve_name
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.requests.request import GenerationResult
 from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.text.document_encoder import chat_variables
 from megatron_hybrid.text.document_files import BrokenRecordError, Chunk, check_files, read_chunks
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.training.data.batches import Batch
@@ -133,7 +135,8 @@ class Rollouts:
         group, found = parallel_state.get_tensor_model_parallel_group(), [None]
         with fail_together(ValueError, whole_job=True):
             if group.rank() == 0:
-                ids = [sample.token_ids for sample in samples]
+                records = list(map(deepcopy, records))  # the function may change what it gets
+                ids = [[*sample.token_ids] for sample in samples]
                 texts: list[Any] = list(map(self.tokenizer.decode, ids))
                 for place, record in enumerate(records):
                     if not isinstance(record["prompt"], str):
@@ -174,7 +177,7 @@ def _prompts_of(
             elif not isinstance(prompt, list):
                 raise BrokenRecordError(f"the prompt is {prompt!r:.80}, no text and no messages")
             else:
-                tokens, _ = tokenizer.chat_prompt(prompt, tools=record.get("tools"))
+                tokens, _ = tokenizer.chat_prompt(prompt, **chat_variables(record))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{place}: {error}") from error
         yield place, record, tokens

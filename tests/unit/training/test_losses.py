@@ -222,7 +222,10 @@ def test_rewards_rise_and_the_engine_drew_with_the_weights_that_are_trained(
     source = """
     def letters(prompts, completions, completion_ids, letter):
         assert len({len(x) for x in (prompts, completions, completion_ids, letter)}) == 1
-        return [float(text.count(each)) for text, each in zip(completions, letter)]
+        for ids, each in zip(completion_ids, letter):
+            ids.sort()
+            each.append("z")  # to a copy
+        return [float(text.count("".join(each)[:-1])) for text, each in zip(completions, letter)]
     def none(completions, **columns):
         return []
     def words(completions, **columns):
@@ -231,7 +234,7 @@ def test_rewards_rise_and_the_engine_drew_with_the_weights_that_are_trained(
     """
     (tmp_path / "rewards_of_a_test.py").write_text(textwrap.dedent(source))
     records = [
-        {"prompt": text, "letter": "a", "completions": 3}
+        {"prompt": text, "letter": ["a"], "completions": 3}
         for text in ("Once upon", "The sea", "He was")
     ]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
