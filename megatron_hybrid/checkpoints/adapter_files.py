@@ -5,6 +5,7 @@ theirs may be one projection here (`q_proj`, `k_proj`, `v_proj`: `linear_qkv`); 
 it, with a rank of its own.
 """
 
+import logging
 import math
 import os
 import re
@@ -25,6 +26,8 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.low_rank import LowRankPart
 from megatron_hybrid.utils.files import read_json, replace_file, write_json
 from megatron_hybrid.utils.validation import Range, check_field
+
+logger = logging.getLogger(__name__)
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -48,6 +51,13 @@ _KINDS = {
 _DEFAULTS = {"lora_dropout": 0.0, "use_rslora": False, "target_modules": [], "alpha_pattern": {}}
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 """First values of adapters for which peft has changed the weights of the base, too."""
+_NOT_IN_PEFT = {
+    "out_proj": "falcon_h1 falcon_mamba mamba mamba2 nemotron_h",
+    "dt_proj": "falcon_mamba jamba mamba",
+    ".*_adapter_list.*": "zamba2",
+    "(gate|up|down)_proj": "deepseek_v3 ernie4_5_moe glm4_moe hunyuan_v1_moe qwen3_moe qwen3_next",
+}
+"""Modules -> the `model_type`s in which peft 0.21 refuses their adapters, or drops them."""
 
 
 @dataclass(frozen=True)
@@ -254,6 +264,7 @@ def write_adapters(
         base: the folder of the model, or its name; for whoever loads both.
     """
     known, tensors, ranks = splits(config, names), {}, {}
+    modules = _modules(config, known)
     for ours, whole in adapters.items():
         first = 0
         for part in whole.parts:
@@ -266,6 +277,9 @@ def write_adapters(
                 tensors[f"{_PREFIX}{part.name}.lora_{which}.weight"] = value.contiguous()
             ranks[part.name] = part.rank
     other = {name: rank for name, rank in ranks.items() if rank != fields.rank}
+    # Ends of names that stand for the adapted modules alone, and the other names.
+    targets = set(map(_end, ranks)) - set(map(_end, modules - ranks.keys()))
+    names_alone = (name for name in ranks if _end(name) not in targets)
     scale = fields.scale()
     values = {
         "peft_type": "LORA",
@@ -277,7 +291,7 @@ def write_adapters(
         "lora_alpha": fields.alpha,
         "lora_dropout": fields.dropout,
         "use_rslora": fields.use_rslora,
-        "target_modules": _shortest(ranks, _modules(config, known)),
+        "target_modules": sorted(targets) + sorted(names_alone),
         "rank_pattern": other,
         "alpha_pattern": {
             name: scale * (math.sqrt(rank) if fields.use_rslora else rank)
@@ -288,20 +302,27 @@ def write_adapters(
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / WEIGHTS_FILE, lambda path: save_file(tensors, path))
     write_json(folder / CONFIG_FILE, values)
+    kind = (config.huggingface_config or {}).get("model_type")
+    ends = "|".join(each for each, kinds in _NOT_IN_PEFT.items() if kind in kinds.split())
+    if unread := {n for n in ranks if n not in modules or re.fullmatch(ends, _end(n))}:
+        no, yes = (sorted(set(map(_end, each))) for each in (unread, ranks.keys() - unread))
+        logger.warning(
+            "%s: peft does not read the adapters of %.300s in a %s. It reads those of a run with "
+            "lora.targets=[%s]; transformers reads the merged model",
+            *(folder, ", ".join(no), kind, ", ".join(yes) or "others"),
+        )
+
+
+def _end(name: str) -> str:
+    """The end of a name, from its last word on that is no number."""
+    return re.sub(r".*\.(?=[^.]*[^.\d])", "", name)
 
 
 def _modules(config: HybridConfig, known: Mapping[str, Split]) -> set[str]:
-    """The names of all modules with a weight, adapted or not."""
+    """The names of all modules that have a weight, adapted or not, or have such modules."""
     adapter = adapter_of(config)
     if adapter is None:
         return {name for split in known.values() for name in split.names}
     tensors = (name for each in adapter.tensors(config) for name in each.theirs)
-    return {adapter.module_name(name.rpartition(".")[0]) for name in tensors}
-
-
-def _shortest(adapted: Mapping[str, int], modules: set[str]) -> list[str]:
-    """Ends of names that stand for the adapted modules alone."""
-    ends = {name.rpartition(".")[2] for name in adapted}
-    others = {name.rpartition(".")[2] for name in modules - adapted.keys()}
-    whole = ends - others
-    return sorted(whole) + sorted(n for n in adapted if n.rpartition(".")[2] not in whole)
+    parts = [adapter.module_name(name.rpartition(".")[0]).split(".") for name in tensors]
+    return {".".join(each[:end]) for each in parts for end in range(1, len(each) + 1)}

@@ -31,7 +31,7 @@ from megatron_hybrid.inference.sampling_params import (
 )
 from megatron_hybrid.serving.changes import IMAGE_LEFT_OUT
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
-from megatron_hybrid.text.chat_messages import PART_TYPES
+from megatron_hybrid.text.chat_messages import OF_TEMPLATE, PART_TYPES
 from megatron_hybrid.text.chat_template import TextTooLongError
 from megatron_hybrid.utils.field_help import fields_help
 from megatron_hybrid.utils.other_names import REQUEST, advice, names_in_requests
@@ -553,10 +553,6 @@ class Tool(Fields):
     """The function that may be called."""
 
 
-_OF_TEMPLATE = {"add_generation_prompt", "continue_final_message", "messages", "tokenize", "tools"}
-"""What `chat_template_kwargs` cannot change."""
-
-
 class SharedTemplateFields(Body):
     """Fields of the chat template, on all routes with chats."""
 
@@ -623,7 +619,7 @@ class TemplateFields(SharedTemplateFields):
 
     def check(self) -> None:
         super().check()
-        if names := _OF_TEMPLATE & (self.chat_template_kwargs or {}).keys():
+        if names := OF_TEMPLATE & (self.chat_template_kwargs or {}).keys():
             text = f"chat_template_kwargs cannot have {min(names)}: give the field of this name"
             raise ApiError(400, text, "chat_template_kwargs")
         last = (self.messages or [{}])[-1]

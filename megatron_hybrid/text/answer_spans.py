@@ -94,6 +94,14 @@ def render_with_answers(
     return answers.text, found, words
 
 
+def text_after(template: ChatTemplate, messages: Sequence[Message], variables: Mapping) -> str:
+    """Return what follows the last answer when the conversation goes on; "": it cannot be told."""
+    answers = _Answers(template, template.conversation(messages, variables))
+    role = "tool" if answers.messages[-1].get("tool_calls") else "user"
+    more = [*answers.messages, {"role": role, "content": OTHER}]
+    return answers.after(more, len(answers.messages) - 1) or ""
+
+
 def trained_roles(train_on: TrainOn) -> tuple[str, ...]:
     """Return the roles of messages that may be trained.
 
@@ -193,10 +201,10 @@ class _Answers:
         is_answer = self.messages[index]["role"] == "assistant"
         start = self._start(index) if is_answer else self.first_place(index)
         end = self._end(index)
-        following = self.messages[index + 1 : index + 2]
-        if end is not None and following and following[0]["role"] == "tool":
-            # Some templates write what the tool says before the content of the call's message.
-            end = None if self.first_place(index + 1) < end else end
+        if None not in (start, end) and index + 1 < len(self.messages):
+            others = self.first_place(index + 1)
+            if start <= others < end:  # some write a tool's words before its caller's
+                end = None if self.messages[index + 1]["role"] == "tool" else others
         if start is None or end is None or start > end:
             raise ValueError(
                 f"{self.template.origin} renders messages[{index}] among others, or in another way "
@@ -211,7 +219,7 @@ class _Answers:
 
     def words_end(self, index: int) -> int:
         """Return where the words of a message end; the start of the text: it cannot be told."""
-        follows = self._after(self.messages, index)
+        follows = self.after(self.messages, index)
         return 0 if follows is None else len(self.text) - len(follows)
 
     def _start(self, index: int) -> int | None:
@@ -224,8 +232,8 @@ class _Answers:
         if prompt is not None and text.startswith(prompt):
             start = len(prompt)
         else:
-            follows = self._after(self.messages, index - 1)
-            asked = self._after(before, index - 1, True)
+            follows = self.after(self.messages, index - 1)
+            asked = self.after(before, index - 1, True)
             if follows is None or asked is None:
                 return None
             start = len(text) - len(follows) + _common_pieces(follows, asked)
@@ -243,7 +251,7 @@ class _Answers:
         whole = self._try(upto)
         if whole is not None and self.text.startswith(whole):
             return len(whole)
-        follows, end = self._after(self.messages, index), self._after(upto, index)
+        follows, end = self.after(self.messages, index), self.after(upto, index)
         if follows is None or end is None:
             return None
         length = _common_pieces(follows, end)
@@ -251,7 +259,7 @@ class _Answers:
             length = _PIECES.match(follows).end()
         return len(self.text) - len(follows) + length
 
-    def _after(self, messages: list, index: int, add_generation_prompt: bool = False) -> str | None:
+    def after(self, messages: list, index: int, add_generation_prompt: bool = False) -> str | None:
         """Return what is written after a message; None: it cannot be told."""
         is_whole = messages is self.messages
         text = self.text if is_whole else self._try(messages, add_generation_prompt)

@@ -9,6 +9,8 @@ from megatron_hybrid.utils.validation import json_value
 Message = Mapping[str, Any]
 PART_TYPES = ("text", "input_text", "output_text", "refusal")
 """Types of the parts of a content that are texts."""
+OF_TEMPLATE = {"add_generation_prompt", "continue_final_message", "messages", "tokenize", "tools"}
+"""What `chat_template_kwargs` cannot change."""
 
 
 def check_messages(messages: Sequence) -> None:

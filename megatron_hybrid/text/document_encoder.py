@@ -1,7 +1,6 @@
 """DocumentEncoder: chunks of documents to token ids. Each worker of preprocess imports this module,
 so it needs no torch."""
 
-import json
 import multiprocessing
 import os
 import signal
@@ -15,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from megatron_hybrid.text.answer_spans import Answer, TrainOn
+from megatron_hybrid.text.chat_messages import OF_TEMPLATE
 from megatron_hybrid.text.chat_template import ChatTemplate, common_length
 from megatron_hybrid.text.document_files import BY_KEY, BrokenRecordError, Chunk
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.utils.child_lifetime import end_with_parent
+from megatron_hybrid.utils.validation import json_value
 
 Encoded = tuple[list[int], list[Answer]]
 """Tokens of a conversation, and its answers."""
@@ -32,6 +33,21 @@ _OF_PAIRS = '; a preference has "chosen", "rejected" and, for texts, "prompt"'
 def token_dtype(vocab_size: int) -> type[np.integer]:
     """Return the dtype of token ids in a dataset, as megatron-core chooses it."""
     return np.uint16 if vocab_size < 65500 else np.int32
+
+
+def chat_variables(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record's tools and `chat_template_kwargs`; datasets whose columns are of one type
+    have them as JSON. Raises ValueError for others."""
+    given = {}
+    for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
+        value = fields.get(name) or None
+        given[name] = json_value(value) if isinstance(value, str) else value
+        if not isinstance(given[name], kind | None):
+            raise BrokenRecordError(f"has no {kind.__name__} in {name!r}, but {value!r:.80}")
+    variables = given.pop("chat_template_kwargs") or {}
+    if taken := OF_TEMPLATE & variables.keys():
+        raise BrokenRecordError(f"has {min(taken)!r} in 'chat_template_kwargs': leave it out")
+    return {**given, **variables}
 
 
 @dataclass
@@ -111,15 +127,11 @@ class DocumentEncoder:
                     continue
                 if not isinstance(messages, list) and not self.preferences:
                     raise BrokenRecordError(f"has no list in {self.key!r}, but {messages!r:.80}")
-                tools = fields.get("tools") or None
-                if isinstance(tools, str):  # as datasets have it whose columns are of one type
-                    tools = json.loads(tools)
-                if not isinstance(tools, list | None):
-                    raise BrokenRecordError(f"has no list in 'tools', but {tools!r:.80}")
+                given = chat_variables(fields)
                 if self.preferences:
-                    found = self._pair(fields, tools)
+                    found = self._pair(fields, given)
                 else:
-                    found = [self._conversation(messages, tools)]
+                    found = [self._conversation(messages, given)]
             except BrokenRecordError as error:
                 encoded.broken.append(f"{chunk.place(index)} {error}")
             except Exception as error:  # whatever is wrong with a record, its line is named
@@ -130,12 +142,12 @@ class DocumentEncoder:
                     encoded.answers.append(np.array(answers, SPAN))
                     yield ids
 
-    def _conversation(self, messages: list, tools: list | None) -> Encoded:
+    def _conversation(self, messages: list, given: Mapping[str, Any]) -> Encoded:
         return self.tokenizer.chat_with_answers(
-            messages, tools, train_on=self.train_on, marked=self.marked
+            messages, train_on=self.train_on, marked=self.marked, **given
         )
 
-    def _pair(self, fields: Mapping[str, Any], tools: list | None) -> list[Encoded]:
+    def _pair(self, fields: Mapping[str, Any], given: Mapping[str, Any]) -> list[Encoded]:
         """The chosen conversation of a preference, and the rejected one. They are texts after a
         prompt, or messages after those in "prompt" or after their common beginning."""
         prompt, *pair = (fields.get(name) for name in ("prompt", "chosen", "rejected"))
@@ -156,7 +168,7 @@ class DocumentEncoder:
             prompt = pair[0][: common_length(*pair)]
             pair = [each[len(prompt) :] for each in pair]
         asked = [{**message, "train": False} for message in prompt]
-        return [self._conversation([*asked, *each], tools) for each in pair]
+        return [self._conversation([*asked, *each], given) for each in pair]
 
 
 # Workers -----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_hybrid.utils.validation import check_text
+from megatron_hybrid.utils.validation import check_text, json_value
 
 JSONL, TEXT = (".jsonl", ".ndjson", ".json"), (".txt", ".text", ".md")
 TABLES, COMPRESSED = (".parquet", ".arrow"), (".gz", ".zst")
@@ -66,9 +66,7 @@ class Chunk:
             if not text.strip():
                 return None
             try:
-                fields = json.loads(text)
-            except RecursionError as error:
-                raise BrokenRecordError("is nested too deeply") from error
+                fields = json_value(text)
             except ValueError as error:
                 raise BrokenRecordError(f"is not JSON: {error}") from error
         if not isinstance(fields, dict):
@@ -155,7 +153,9 @@ def read_chunks(path: Path, one_per_line: bool = False) -> Iterator[Chunk]:
         if _format(path) in TABLES:
             row = 1
             for batch, bytes_read in _batches_of_rows(path):
-                yield Chunk(path, row, batch.to_pylist(), bytes_read)
+                of = [(each.name, each.type) for each in batch.schema]
+                rows = [{n: _value(each[n], t) for n, t in of} for each in batch.to_pylist()]
+                yield Chunk(path, row, rows, bytes_read)
                 row += len(batch)
             return
         with nullcontext(sys.stdin.buffer) if path == STDIN else path.open("rb") as file:
@@ -206,6 +206,18 @@ def _batches_of_rows(path: Path) -> Iterator[tuple[Any, int]]:
         for batch in stream:
             for rows in (batch.slice(start, _ROWS) for start in range(0, len(batch), _ROWS)):
                 yield rows, rows.nbytes
+
+
+def _value(value: Any, kind: Any) -> Any:
+    """A value of an Arrow type as JSONL has it: what `datasets` keeps as JSON is read, and mappings
+    lack the fields that are null, which Arrow adds where others have them."""
+    if isinstance(value, dict):
+        fields = ((each.name, each.type) for each in kind)
+        return {name: _value(value[name], of) for name, of in fields if value[name] is not None}
+    if isinstance(value, list) and hasattr(kind, "value_type"):
+        return [_value(each, kind.value_type) for each in value]
+    is_json = isinstance(value, str) and getattr(kind, "extension_name", None) == "arrow.json"
+    return json_value(value) if is_json else value
 
 
 def _import_pyarrow() -> Any:

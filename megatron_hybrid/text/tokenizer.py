@@ -20,7 +20,7 @@ from typing import Any
 
 import tokenizers
 
-from megatron_hybrid.text.answer_spans import Answer, TrainOn, render_with_answers
+from megatron_hybrid.text.answer_spans import Answer, TrainOn, render_with_answers, text_after
 from megatron_hybrid.text.chat_messages import Message
 from megatron_hybrid.text.chat_template import ChatTemplate, TextTooLongError, common_length
 from megatron_hybrid.text.token_bytes import token_bytes
@@ -431,8 +431,8 @@ class Tokenizer:
         learn. See `render_with_answers`, also for train_on and marked.
 
         A token that an answer begins or ends inside of belongs to it. An answer that the template
-        does not mark ends with its end token, also where that begins the next turn: what comes
-        after it nobody generates.
+        does not mark ends with its end token, also where that begins the next turn, and then at the
+        end of the conversation: what comes after it nobody generates.
 
         Returns:
             Token ids; the answers in them, ascending, those of one weight side by side as one.
@@ -461,6 +461,12 @@ class Tokenizer:
                 first = spans.pop()[0] if is_same else spans[-1][1]
             if first < last:
                 spans.append((first, last, weight))
+        is_open = words is not None and spans and spans[-1][1] == len(ids)
+        if is_open and ids[-1] not in self.end_tokens and messages[-1]["role"] == "assistant":
+            after = self.encode(text_after(template, messages, given), False)
+            if after and after[0] in self.end_tokens:
+                ids = [*ids, after[0]]
+                spans[-1] = (spans[-1][0], len(ids), spans[-1][2])
         return ids, spans
 
     def _find_template(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate | None:

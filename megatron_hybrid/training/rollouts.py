@@ -21,6 +21,7 @@ from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.requests.request import GenerationResult
 from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.text.document_encoder import chat_variables
 from megatron_hybrid.text.document_files import BrokenRecordError, Chunk, check_files, read_chunks
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.training.data.batches import Batch
@@ -185,7 +186,7 @@ def _prompts_of(chunk: Chunk, tokenizer: Tokenizer) -> Iterator[Prompt]:
             elif not isinstance(prompt, list):
                 raise BrokenRecordError(f"the prompt is {prompt!r:.80}, no text and no messages")
             else:
-                tokens, _ = tokenizer.chat_prompt(prompt, tools=record.get("tools"))
+                tokens, _ = tokenizer.chat_prompt(prompt, **chat_variables(record))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{place}: {error}") from error
         yield place, record, tokens

@@ -1,8 +1,10 @@
 """Adapters beside the package peft: each reads what the other one writes."""
 
+import re
+
 import pytest
 import torch
-from huggingface import build
+from huggingface import build, config_names
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -23,6 +25,8 @@ TARGETS = {
     "qwen3_next": GATED,
     "nemotron_h": ["in_proj", "q_proj", "up_proj"],
 }
+NOT_OF_TRANSFORMERS = {"phi4flash", "step3", "step3p5"}
+"""Whose code the tests write themselves."""
 TOKENS = torch.randint(0, 60, (1, 20), generator=torch.Generator().manual_seed(3))
 
 
@@ -60,12 +64,34 @@ def test_peft_and_we_read_each_other(name, tmp_path):
     merge_adapters(model)
     assert_close(model(TOKENS), expected)
 
+    own = write_own(base, ["all-linear"] if name == "llama" else TARGETS[name])
+    for folder, of_folder in (("again", expected), ("own", own)):
+        assert_close(read_by_peft(tmp_path / folder), of_folder)
+
+
+def write_own(base, targets):
     own, _ = load_pretrained(base, dtype=torch.float32)
-    targets = ["all-linear"] if name == "llama" else TARGETS[name]
     add_adapters(own, LoraFields(rank=3, targets=targets))
     for projection in adapters_of(own).values():
         torch.nn.init.normal_(projection.lora.b, std=0.1)
-    save_adapters(own, tmp_path / "own", base=str(base))
-    for folder, of_folder in (("again", expected), ("own", own(TOKENS))):
-        read = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        assert_close(logits(PeftModel.from_pretrained(read, tmp_path / folder)), of_folder)
+    save_adapters(own, base.parent / "own", base=str(base))
+    return own(TOKENS)
+
+
+def read_by_peft(folder):
+    read = AutoModelForCausalLM.from_pretrained(folder.parent / "base", dtype=torch.float32)
+    return logits(PeftModel.from_pretrained(read, folder))
+
+
+@pytest.mark.parametrize("name", sorted({*config_names()} - NOT_OF_TRANSFORMERS))
+def test_peft_reads_adapters_of_all_projections_but_those_that_are_named(name, tmp_path, caplog):
+    base = tmp_path / "base"
+    build(name).save_pretrained(base)
+    expected = write_own(base, ["all-linear"])
+    if said := re.search(r"lora.targets=\[(.*?)\]", caplog.text):
+        with pytest.raises((ValueError, AssertionError)):
+            assert_close(read_by_peft(tmp_path / "own"), expected)
+        caplog.clear()
+        expected = write_own(base, said[1].split(", "))
+        assert "peft does not read" not in caplog.text
+    assert_close(read_by_peft(tmp_path / "own"), expected)

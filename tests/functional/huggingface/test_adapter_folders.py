@@ -1,6 +1,7 @@
 """Adapters in PEFT's folders do what their definition adds to transformers' own weights."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -81,3 +82,17 @@ def test_they_add_what_they_say(name, tmp_path):
         torch.testing.assert_close(b @ a * scale, added[name], atol=1e-6, rtol=1e-5)
     merge_adapters(model)
     torch.testing.assert_close(model(tokens), expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "nemotron_h"])
+def test_what_peft_does_not_read_is_named(name, tmp_path, caplog):
+    """`tests/trl/test_peft.py` has all models, and peft."""
+    build(name).save_pretrained(tmp_path / "base")
+    write_by_hand(tmp_path / "adapters", linear_modules(build(name)))
+    model, _ = load_pretrained(tmp_path / "base", dtype=torch.float32)
+    load_adapters(model, tmp_path / "adapters")
+    save_adapters(model, tmp_path / "again")
+    said = r"read the adapters of out_proj in a nemotron_h. It reads .*=\[down_proj, in_proj, k_"
+    assert caplog.text == "" if name == "gemma3n" else re.search(said, caplog.text)
+    fields = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
+    assert all(re.search("[a-z]", target) for target in fields["target_modules"])  # no "layers.0"

@@ -51,6 +51,18 @@ def test_an_answer_may_begin_with_the_header_of_its_turn():
     assert found == ["<assistant>is a header.</s>", "No.</s>"]
 
 
+def test_answers_in_a_row_are_apart():
+    """Gemma 4 writes two without a mark between them."""
+    source = ChatTemplate(
+        "{% for m in messages %}{% if loop.changed(m.role) %}{{ '' if loop.first else '</s>' }}"
+        "<{{ m.role }}>{% endif %}{{ m.content }}{% endfor %}</s>"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    assert answers(source, [ASK, SO, NO]) == ["So they are.", "No.</s>"]
+    assert answers(source, [ASK, SO, {**NO, "train": False}]) == ["So they are."]
+    assert answers(source, [ASK, {**NO, "train": False}, NO]) == ["No.</s>"]
+
+
 def test_a_comment_marks_nothing():
     commented = ChatTemplate("{# {% generation %} #}" + PLAIN)
     assert answers(commented, [ASK, SO]) == ["So they are.</s>"]

@@ -881,6 +881,26 @@ def test_answers_are_found_without_marks(write, plain, marked, messages):
     assert ours == their_answers(folder, messages)
 
 
+def test_an_answer_ends_with_what_begins_the_next_turn(write):
+    """GLM-4.5 has no other end token; after the last answer, the template writes none."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}<|im_end|>{% elif m.role == 'user' %}"
+        "<|im_start|>{% else %}:{% endif %}{{ m.content }}{% for c in m.tool_calls %}"
+        "{{ c.function.arguments.q }}{% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}:{% endif %}"
+    )
+    folder = write(tokenizer_config=ROLES, **{"chat_template.jinja": template})
+    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer.end_tokens = user, tool = tokenizer.encode("<|im_start|><|im_end|>", False)
+    call = {**ANSWER, "tool_calls": [{"function": {"name": "look", "arguments": {"q": "sea"}}}]}
+    for messages, ends in (
+        ([QUESTION, call, {"role": "tool", "content": "r"}, ANSWER], [tool, user]),
+        ([QUESTION, call], [tool]),
+    ):
+        tokens, spans = tokenizer.chat_with_answers(messages)
+        assert [tokens[end - 1] for _, end, _ in spans] == ends and spans[-1][1] == len(tokens)
+
+
 def test_an_answer_in_the_middle_of_tokens_has_them_whole(write):
     template = (
         "{% for m in messages %}a b{% generation %}{{ m.content }}{% endgeneration %}d{% endfor %}"

@@ -222,25 +222,28 @@ def test_rewards_rise_and_the_engine_drew_with_the_weights_that_are_trained(
     source = """
     def letters(prompts, completions, completion_ids, letter):
         assert len({len(x) for x in (prompts, completions, completion_ids, letter)}) == 1
-        return [float(text.count(each)) for text, each in zip(completions, letter)]
+        for ids, each in zip(completion_ids, letter):
+            ids.sort()
+            each.append("z")  # to a copy
+        return [float(text.count("".join(each)[:-1])) for text, each in zip(completions, letter)]
     def none(completions, **columns):
         return []
     def raises(completions, letter, **columns):
         import torch
         torch.set_grad_enabled(False)
-        return [float(text + each) for text, each in zip(completions, letter)]
+        return [float(text + each[0]) for text, each in zip(completions, letter)]
     def changes(completions, completion_ids, letter, **columns):
         import torch
         torch.set_grad_enabled(False)
         [ids.clear() for ids in completion_ids]
-        return letters(completions, completions, completions, letter)
+        return letters(completions, completions, completion_ids, letter)
     def words(completions, **columns):
         return ["1"] * len(completions)
     number = 3
     """
     (tmp_path / "rewards_of_a_test.py").write_text(textwrap.dedent(source))
     records = [
-        {"prompt": text, "letter": "a", "completions": 3}
+        {"prompt": text, "letter": ["a"], "completions": 3}
         for text in ("Once upon", "The sea", "He was")
     ]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
@@ -263,7 +266,7 @@ def test_rewards_rise_and_the_engine_drew_with_the_weights_that_are_trained(
     for overrides, match in (
         (
             ["grpo.reward=rewards_of_a_test:raises"],
-            r"_test:raises raised ValueError\(.could not convert .*rewards_of_a_test.py:10\); rows "
+            r"_test:raises raised ValueError\(.could not convert .*rewards_of_a_test.py:13\); rows "
             r"in the call: 1, the first is of .*p.jsonl:\d, '",
         ),
         (["grpo.reward=rewards_of_a_test:none"], r"returned \[\]; it must be a list of 16 finite"),

@@ -238,6 +238,7 @@ def test_a_broken_conversation_is_named(folder, tmp_path):
     good = {"messages": conversation(1)}
     empty = [{"messages": []}, {"messages": None}]
     bad = [{"messages": "hello"}, {"messages": conversation(1)[:1]}, {"messages": [1]}]
+    bad.append({**good, "chat_template_kwargs": {"tools": []}})
     path = write_lines(tmp_path / "a.jsonl", [good, *bad, *empty])
     with path.open("a") as file:
         deep = "[" * 3000 + "]" * 3000
@@ -249,10 +250,11 @@ def test_a_broken_conversation_is_named(folder, tmp_path):
         file.write(f'{{"messages": {asked}, "tools": "{deep}"}}\n')
     told = []
     made = preprocess([path], folder, tmp_path / "d", chat=True, skip_broken=True, tell=told.append)
-    assert (made.documents, made.broken, made.empty) == (1, 6, 3)
-    assert "a.jsonl:7 is nested too deeply" in told[3]
-    assert "a.jsonl:9: the arguments of call 0 of message 0" in told[4]
-    assert "a.jsonl:10: RecursionError" in told[5]
+    assert (made.documents, made.broken, made.empty) == (1, 7, 3)
+    assert "a.jsonl:5 has 'tools' in 'chat_template_kwargs': leave it out" in told[3]
+    assert "a.jsonl:8 is not JSON: it is nested too deeply" in told[4]
+    assert "a.jsonl:10: the arguments of call 0 of message 0" in told[5]
+    assert "a.jsonl:11: it is nested too deeply" in told[6]
     assert "a.jsonl:2 has no list in 'messages', but 'hello'" in told[0]
     assert "a.jsonl:3: the conversation has no answer" in told[1]
     assert "a.jsonl:4: messages must be a sequence of mappings" in told[2]
@@ -304,6 +306,27 @@ def test_rows_of_tables_give_the_dataset_of_the_same_lines(folder, tmp_path, wor
             assert made.documents == len(records)
         for ending in ("parquet", "saved"):
             assert stored(tmp_path / f"{name}_{ending}") == stored(tmp_path / f"{name}_jsonl")
+
+
+def test_tables_have_the_conversations_that_were_put_into_them(folder, tmp_path):
+    """Not the JSON text of what differs between records, nor null where others have a field."""
+    shutil.copytree(folder, tmp_path / "model")
+    template = "{{ name }}{{ tools|tojson }}{% for m in messages %}{{ m|tojson }}{% endfor %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    calls = [[{"function": {"name": "f", "arguments": {key: "x"}}}] for key in "ab"]
+    chats = [[*conversation(1)[:1], {"role": "assistant", "tool_calls": each}] for each in calls]
+    tools, given = [{"function": {"default": None}}], {"name": "Zed"}
+    records = [{"messages": m, "tools": tools, "chat_template_kwargs": given} for m in chats]
+    texts = {"tools": list(map(json.dumps, tools))}
+    table = pyarrow.Table.from_pylist([{**each, **texts} for each in records])
+    column = table["tools"].cast(pyarrow.list_(pyarrow.json_()))
+    parquet.write_table(table.set_column(1, "tools", column), tmp_path / "a.parquet")
+    write_lines(tmp_path / "a.jsonl", records)
+    for ending in ("parquet", "jsonl"):
+        preprocess([tmp_path / f"a.{ending}"], tmp_path / "model", tmp_path / ending, chat=True)
+    assert stored(tmp_path / "parquet") == stored(tmp_path / "jsonl")
+    text = Tokenizer.from_folder(folder).decode(stored(tmp_path / "parquet")[1])
+    assert 'Zed[{"function": {"default": null}}]' in text and '{"b": "x"}' in text
 
 
 def test_lines_of_standard_input_are_documents(folder, tmp_path, monkeypatch):
