@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_hybrid.ops.linear import reordered
+from megatron_hybrid.ops.tape import once
 
 Derived = dict[tuple[nn.Module, str], tuple[Tensor, Callable[[], Tensor]]]
 """Results by module and name, each with what worked it out."""
@@ -26,7 +27,7 @@ def from_weights(module: nn.Module, name: str, make: Callable[[], Tensor]) -> Te
     if kept is None:
         return make()
     if (module, name) not in kept:
-        kept[module, name] = make(), make
+        kept[module, name] = once(make), make
     return kept[module, name][0]
 
 

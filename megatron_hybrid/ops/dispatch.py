@@ -15,6 +15,7 @@ import torch
 
 from megatron_hybrid.ops.contracts import Contract, check_of
 from megatron_hybrid.ops.gradients import are_wanted, with_gradient
+from megatron_hybrid.ops.tape import served
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ class Op:
         contracts: of each of its tensors, by parameter: see `contracts.py`. T, R and n are those of
             its `layout`.
         conditions: expressions of sizes and parameters that must hold, and the errors.
+        reads_host: whether its reference reads tensors, or positions of the layout, on the host.
         helpers: functions that these call.
 
     Raises:
@@ -108,13 +110,19 @@ class Op:
         reference: Callable[..., Any],
         contracts: Mapping[str, str],
         conditions: Mapping[str, str] | None = None,
+        reads_host: bool = False,
         **helpers: Callable[..., Any],
     ) -> None:
-        self.name = name
+        self.name, self.reads_host = name, reads_host
         self.reference = reference
         self.contracts: dict[str, Contract] = {}
         """Contract of each tensor, by its name."""
         self._check = self._check_of(contracts, conditions or {}, helpers)
+        parameters = list(inspect.signature(reference).parameters)
+        self.is_ragged = "layout" in parameters
+        flat = {name for name, text in contracts.items() if text.startswith("T ")}
+        self.flat_inputs = {place for place, name in enumerate(parameters) if name in flat}
+        """Places of inputs with a row for each token."""
         self.backends: list[Backend] = []
         """Backends in addition to the reference, in the order that they are asked in."""
         self._told: set[tuple[str, str]] = set()
@@ -140,10 +148,10 @@ class Op:
                 that no op has.
             RuntimeError: the forced backend of this op cannot serve the inputs.
         """
-        return self._serve(*self._check(*inputs, **named))
+        return served(self, self._check(*inputs, **named))
 
-    def _serve(self, *inputs: Any) -> Any:
-        """Run the op on inputs that fit its contracts."""
+    def serve(self, *inputs: Any) -> Any:
+        """Run the op on inputs that fit its contracts, all of them by place."""
         if (plan := planning.get()) is not None:
             return self._plan(plan, inputs)
         if forced is not None:

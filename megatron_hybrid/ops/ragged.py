@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_hybrid.ops.tape import once
 from megatron_hybrid.ops.to_device import to_device
 
 ROW_ALIGNMENT = 8
@@ -150,7 +151,9 @@ class RaggedLayout:
 
         Tensors are made outside inference mode, so that autograd may save them.
         """
-        return _remembered(self._memo, key, make)
+        if key not in self._memo:
+            once(lambda: _remembered(self._memo, key, make))
+        return self._memo[key]
 
     def derived(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Keep as `cached` does what follows from positions: where these are on the device, it is

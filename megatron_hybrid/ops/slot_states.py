@@ -82,7 +82,11 @@ class SlotOp(Op):
         }
         reference = in_slots(scan, place, has_steps_in_place)
         super().__init__(
-            name, reference, {**contracts, **of_states}, {**conditions, **with_captures, **apart}
+            name,
+            reference,
+            {**contracts, **of_states},
+            {**conditions, **with_captures, **apart},
+            reads_host=has_steps_in_place,
         )
 
 

@@ -19,6 +19,7 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.config.position import yarn_amplitude
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.rotary.reference import rotate
+from megatron_hybrid.ops.tape import served
 
 _SMALLEST_TABLE = 1024
 
@@ -83,6 +84,8 @@ class RotaryEmbedding:
         interleaved: pairs are neighbours.
     """
 
+    reads_host, is_ragged, backends = True, False, ()  # for recorders, as of an op
+
     def __init__(
         self,
         dim: int,
@@ -107,13 +110,18 @@ class RotaryEmbedding:
     ) -> tuple[Tensor, Tensor]:
         """cos and sin of the angles of all rows of a call, each [T, 1, dim / 2] in `dtype`, cached
         in the layout."""
-        device = positions_T.device
-        key = self.dim, self.base, self._scaling, device, dtype
+        key = "rotary", self.dim, self.base, self._scaling, positions_T.device, dtype
+        # By itself, as a tape would need tables of all positions that there may be.
+        return layout.derived(key, lambda: served(self, (layout, positions_T, dtype)))
+
+    def serve(
+        self, layout: RaggedLayout, positions_T: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """`cos_sin_of_batch`, which is told on the host how far positions reach."""
         # The layout holds the tables, too: a recorded step reads them as long as it is replayed.
-        cos, sin = layout.cached(
-            ("rotary tables", *key), lambda: self.tables(layout.last_end, device, dtype)
-        )
-        return layout.derived(("rotary", *key), lambda: (cos[positions_T], sin[positions_T]))
+        key = "rotary tables", self.dim, self.base, self._scaling, positions_T.device, dtype
+        cos, sin = layout.cached(key, lambda: self.tables(layout.last_end, *key[-2:]))
+        return cos[positions_T], sin[positions_T]
 
     def rotate(self, x_THD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         """`x_THD` with its leading `dim` dimensions rotated; the rest is unchanged."""

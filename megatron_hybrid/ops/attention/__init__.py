@@ -23,6 +23,7 @@ paged_attention = Op(
         "layout.last_end <= M * B": "a sequence has {layout.last_end} keys, but the block table "
         "has {M} columns of {B} tokens: give it more columns",
     },
+    reads_host=True,
 )
 paged_attention.register(
     kernel_backend(

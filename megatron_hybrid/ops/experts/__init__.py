@@ -21,6 +21,7 @@ expert_mlps = Op(
         "fc2_Ehf": "stack E h any",
         "fc2_bias_Eh": "stack E h or None",
     },
+    reads_host=True,
 )
 expert_mlps.register(
     Backend(
