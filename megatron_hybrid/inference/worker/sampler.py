@@ -188,8 +188,8 @@ def sample(
         tokens_n = logits_nV.argmax(dim=-1)
     else:
         tokens_n = logits_nV.new_empty(len(draws), dtype=torch.int64)
-    ids_1V = _ids(logits_nV)
     for rows, truncates in _parts(logits_nV, params, draws):
+        ids_1V = _ids(logits_nV)
         logits_mV = logits_nV.index_select(0, rows.numbers_m)
         if truncates:
             kept = _truncated(logits_mV, ids_1V, rows, num_candidates)

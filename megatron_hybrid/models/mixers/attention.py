@@ -155,7 +155,9 @@ class AttentionMixer(Mixer):
         q_TKGD, kv, gate = self._heads(mixed)
         k, v = kv or (None, None)
         weights = None if k is None else self._weights_of_norms(q_TKGD.dtype)
-        q = q_TKGD.flatten(1, 2) if weights is None else q_TKGD
+        q = q_TKGD
+        if self.rotary is None or k is None or (weights is None and self.config.qk_layernorm):
+            q = q_TKGD.flatten(1, 2)
         if weights is None and not self.config.qk_layernorm_after_rope:
             q, k = self._normed(q, k)
         if self.rotary is not None:
@@ -164,9 +166,10 @@ class AttentionMixer(Mixer):
             if k is None:
                 q = self.rotary.rotate(q, cos_sin)
             else:
-                q_TKGD = q.unflatten(1, (self.num_groups, -1)) if weights is None else q
+                if q.dim() == 3:
+                    q = q.unflatten(1, (self.num_groups, -1))
                 form = *(weights or (None, None)), self.config.layernorm_epsilon
-                q, k = rotate_heads(q_TKGD, k, *cos_sin, self.rotary.interleaved, *form)
+                q, k = rotate_heads(q, k, *cos_sin, self.rotary.interleaved, *form)
         if self.config.qk_layernorm_after_rope:
             q, k = self._normed(q, k)
         if self.config.qk_l2_norm:

@@ -207,7 +207,7 @@ def _softmax_average(
             q_bHsD, k_bKtD, v_bKtP = map(aligned, (q_bHsD, k_bKtD, v_bKtP))
         # They want values as wide as keys, and are worth the zeros.
         D, P = k_bKtD.shape[-1], v_bKtP.shape[-1]
-        return F.scaled_dot_product_attention(
+        o_bHsD = F.scaled_dot_product_attention(
             q_bHsD,
             k_bKtD,
             F.pad(v_bKtP, (0, D - P)) if P < D else v_bKtP,
@@ -215,7 +215,8 @@ def _softmax_average(
             dropout_p=pattern.dropout,
             scale=pattern.scale,
             enable_gqa=q_bHsD.shape[1] != k_bKtD.shape[1],
-        )[..., :P]
+        )
+        return o_bHsD if P == D else o_bHsD[..., :P]
     return _written_out(q_bHsD, k_bKtD, v_bKtP, visible_st, pattern, sinks_H11)
 
 
@@ -264,31 +265,29 @@ def _decode(
     sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     """The tokens of the leading decodes, a group of them at a time."""
-    B, K = pages[0].shape[1:3]
-    block_bytes = sum(math.prod(page.shape[1:]) * page.element_size() for page in pages)
-    max_blocks = max(1, GATHER_BYTES // block_bytes)
-    is_fused = _is_fused(pattern, sinks_H, *pages)
-    dtype = q_THD.dtype if is_fused else compute_dtype(q_THD)
-    # torch would make a mask of numbers out of one of bools in each layer.
-    mask_dtype = dtype if is_fused and q_THD.is_cpu else torch.bool
-    key = ("decode groups", B, pattern, max_blocks, q_THD.device, mask_dtype)
-    if layout.starts is None:
+    K, has_sinks, num_columns = pages[0].shape[2], sinks_H is not None, block_table_RM.shape[1]
+
+    def make() -> tuple[list[tuple], torch.Tensor | None, torch.dtype]:
+        is_fused = _is_fused(pattern, sinks_H, *pages)
+        dtype = q_THD.dtype if is_fused else compute_dtype(q_THD)
+        block_bytes = sum(math.prod(page.shape[1:]) * page.element_size() for page in pages)
+        sizes = pages[0].shape[1], num_columns, max(1, GATHER_BYTES // block_bytes)
+        if layout.starts is not None:
+            return _fixed_groups(layout, pattern, *sizes), None, dtype
+        # torch would make a mask of numbers out of one of bools in each layer.
+        mask_dtype = dtype if is_fused and q_THD.is_cpu else torch.bool
         tile = _tile_size(pattern, sinks_H, *pages)
-        groups, inverse = layout.cached(
-            (*key, tile),
-            lambda: _decode_groups(layout, B, pattern, tile, max_blocks, q_THD.device, mask_dtype),
-        )
-    else:
-        groups = layout.derived(key, lambda: _fixed_groups(layout, B, pattern, max_blocks))
-        inverse = None
+        return *_decode_groups(layout, pattern, *sizes, tile, q_THD.device, mask_dtype), dtype
+
+    key = pattern, has_sinks, num_columns, pages[0].shape, pages[1].shape, q_THD.dtype, q_THD.device
+    groups, inverse, dtype = layout.derived(("decode groups", *key), make)
     sinks_KG1 = None if sinks_H is None else sinks_H.view(K, -1, 1)
     outs = []
-    for rows, sequences, columns, keys, visible_r11t, edges in groups:
-        q_rHD = q_THD if rows is None else q_THD[rows]
-        table_rM = block_table_RM if sequences is None else block_table_RM[sequences]
-        blocks = table_rM.gather(1, columns).flatten()
+    for rows, places, keys, visible_r11t, edges in groups:
+        q_rHD = _in_dtype(q_THD if rows is None else q_THD[rows], dtype)
+        blocks, r = block_table_RM.take(places), len(visible_r11t)
         k, v = (
-            page.index_select(0, blocks).to(dtype).view(columns.shape[0], -1, *page.shape[2:])
+            _in_dtype(page.index_select(0, blocks), dtype).view(r, -1, *page.shape[2:])
             for page in pages
         )
         if keys is not None:
@@ -299,7 +298,7 @@ def _decode(
             v[:, edge].masked_fill_(hidden_re11, 0.0)
         # The query heads of a key/value head as its query rows: keys are read once for all.
         o = _softmax_average(
-            q_rHD.to(dtype).view(columns.shape[0], K, -1, q_rHD.shape[2]),
+            q_rHD.view(r, K, -1, q_rHD.shape[2]),
             k.transpose(1, 2),
             v.transpose(1, 2),
             visible_r11t,
@@ -308,72 +307,79 @@ def _decode(
         )
         outs.append(o.flatten(1, 2))
     o_THP = join(outs) if inverse is None else torch.cat(outs).index_select(0, inverse)
-    return o_THP.to(q_THD.dtype)
+    return _in_dtype(o_THP, q_THD.dtype)
+
+
+def _in_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # A call of `to` that does nothing takes as long as a small copy.
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _decode_groups(
     layout: RaggedLayout,
-    B: int,
     pattern: AttentionPattern,
-    tile: int,
+    B: int,
+    num_columns: int,
     max_blocks: int,
+    tile: int,
     device: torch.device,
     mask_dtype: torch.dtype,
 ) -> tuple[list[tuple], torch.Tensor | None]:
     """Decodes with as many keys side by side, at most `max_blocks` blocks in a group.
 
-    Returns, for each group, its rows and their sequences, each `[r]` or None for all, the block
-    table columns to read `[r, m]`, the slice of their m * B keys that the tiles have (None: all),
-    which of these t are visible `[r, 1, 1, t]` (bool, or numbers to add to scores), and the slices
-    of t that hold all hidden ones, each with those `[r, e, 1, 1]`; and the place of each row after
-    all groups, None for one group of all rows.
+    Returns, for each group, its rows `[r]`, or None for all; the places in the block table of their
+    m blocks `[r m]`, as of `torch.take`; the slice of their m * B keys that the tiles have (None:
+    all); which of these t are visible `[r, 1, 1, t]` (bool, or numbers to add to scores); and the
+    slices of t that hold all hidden ones, each with those `[r, e, 1, 1]`. Then the place of each
+    row after all groups, None for one group of all rows.
     """
     starts, lengths = layout.start_positions, layout.lengths[: layout.num_steps]
-    positions = [start + i for start, length in zip(starts, lengths) for i in range(length)]
-    owners = [r for r, length in enumerate(lengths) for _ in range(length)]
-    alike: dict[tuple[int, int], list[int]] = {}  # by number of keys, and rows before the first
-    for r, position in enumerate(positions):
+    owned = [
+        (start + i, r) for r, start in enumerate(starts[: len(lengths)]) for i in range(lengths[r])
+    ]
+    alike: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by number of keys, rows before them
+    for row, (position, _) in enumerate(owned):
         low, high = _keys_of(position, tile, pattern)
-        alike.setdefault((high - low, low % B), []).append(r)
+        alike.setdefault((high - low, low % B), []).append((row, low))
     groups, order = [], []
     for (size, skipped), members in alike.items():
         num_blocks = -(-(skipped + size) // B)
         step = max(1, max_blocks // num_blocks)
         for group in (members[i : i + step] for i in range(0, len(members), step)):
-            own = [positions[r] for r in group]
-            lows = [_keys_of(position, tile, pattern)[0] for position in own]
-            firsts = [max(0, pattern.first_visible(position)) for position in own]
+            rows, lows = zip(*group)
+            own, owners = zip(*(owned[row] for row in rows))
             # By numpy, whose small arrays take less time than torch's.
-            low, first, position = (np.array(numbers)[:, None] for numbers in (lows, firsts, own))
-            # Columns that hold hidden keys alone repeat those next to them.
-            columns = (low // B + np.arange(num_blocks)).clip(first // B, position // B)
+            low, position, owner = (np.array(numbers)[:, None] for numbers in (lows, own, owners))
             numbers = low + np.arange(size)
-            visible = ((numbers <= position) & (numbers >= first))[:, None, None]
-            least, most = (
-                pick(x - start for x, start in zip(ends, lows, strict=True))
-                for pick, ends in ((max, firsts), (min, own))
-            )
-            edges = [slice(0, least), slice(most + 1, size)]
-            edges = [edge for edge in edges if edge.start < edge.stop]
-            hides = [~visible[:, 0, 0, edge, None, None] for edge in edges]
-            hidden = [(e, to_device(x, device, torch.bool)) for e, x in zip(edges, hides)]
+            hides = numbers > position
+            # Columns that hold hidden keys alone repeat those next to them.
+            columns = np.minimum(low // B + np.arange(num_blocks), position // B)
+            edges = [slice(min(own[i] - lows[i] for i in range(len(own))) + 1, size)]
+            if pattern.is_local or pattern.skips_first:
+                first = np.maximum(pattern.first_visible(position), 0)
+                hides |= numbers < first
+                columns = np.maximum(columns, first // B)
+                edges.append(slice(0, int((first - low).max())))
+            hidden_rt11 = to_device(hides[:, :, None, None], device, torch.bool)
+            hidden = [(edge, hidden_rt11[:, edge]) for edge in edges if edge.start < edge.stop]
+            if mask_dtype == torch.bool:
+                visible = ~hides
+            else:
+                visible = np.where(hides, np.float32(-np.inf), np.float32(0))
+            visible_r11t = to_device(visible[:, None, None], device, mask_dtype)
+            places = to_device((columns + num_columns * owner).ravel(), device)
             keys = None if num_blocks * B == size else slice(skipped, skipped + size)
-            if mask_dtype != torch.bool:
-                visible = np.where(visible, np.float32(0), np.float32(-np.inf))
-            visible = to_device(visible, device, mask_dtype)
-            columns = to_device(columns, device)
-            sequences = to_device([owners[r] for r in group], device)
-            groups.append((to_device(group, device), sequences, columns, keys, visible, hidden))
-            order += group
+            groups.append((rows, places, keys, visible_r11t, hidden))
+            order += rows
     if len(groups) == 1:
-        sequences = None if len(owners) == len(lengths) else groups[0][1]
-        return [(None, sequences, *groups[0][2:])], None
+        return [(None, *groups[0][1:])], None
     inverse = sorted(range(len(order)), key=order.__getitem__)
+    groups = [(to_device(rows, device), *group) for rows, *group in groups]
     return groups, to_device(inverse, device)
 
 
 def _fixed_groups(
-    layout: RaggedLayout, B: int, pattern: AttentionPattern, max_blocks: int
+    layout: RaggedLayout, pattern: AttentionPattern, B: int, num_columns: int, max_blocks: int
 ) -> list[tuple]:
     """`_decode_groups` of positions on the device: each decode reads as many blocks as one at the
     largest position, and the groups are in the order of the rows."""
@@ -388,13 +394,13 @@ def _fixed_groups(
     keys = firsts * B + torch.arange(size * B, device=firsts.device)
     visible = (keys <= positions_T1) & (keys >= lows)
     owners = torch.arange(layout.num_tokens, device=firsts.device) // layout.lengths[0]
+    places = columns + num_columns * owners.unsqueeze(1)
     hidden = ~visible[:, :, None, None]
     step = max(1, max_blocks // size)
     return [
         (
             slice(begin, begin + step),
-            owners[begin : begin + step],
-            columns[begin : begin + step],
+            places[begin : begin + step].flatten(),
             None,
             visible[begin : begin + step, None, None],
             [(slice(0, size * B), hidden[begin : begin + step])],
