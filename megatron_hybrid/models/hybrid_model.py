@@ -403,6 +403,12 @@ class HybridModel(_LanguageModule):
             return self.compute_logits(hidden_Th).view(b, s, -1)
         return self._local_logits(hidden_Th).view(b, s, -1)
 
+    def last_hidden(self, input_ids: Tensor, inference_context: MixerContext) -> Tensor:
+        """Normed hidden states [T, hidden] of all rows of a step, of which `forward` takes those
+        that need logits. The model has one pipeline stage, whose ranks do not split rows."""
+        hidden_Th, inputs = self._embed(input_ids, None, padding=0)
+        return self.decoder(hidden_Th, inference_context, inputs)
+
     if TYPE_CHECKING:
         # With the arguments of `forward`. Those of torch and megatron-core return Any.
         def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
@@ -582,6 +588,12 @@ class HybridModel(_LanguageModule):
             logits = logits.masked_fill(column >= width - padding, -torch.inf)
         loss = self.compute_language_model_loss(labels_n.unsqueeze(0), logits.unsqueeze(1))
         return loss.squeeze(0).masked_fill(labels_n == NO_LABEL, 0.0)
+
+
+def has_foreign_layers(model: HybridModel) -> bool:
+    """Whether layers come from other packages than this one."""
+    mixers = (layer._modules[layer.mixer_name] for layer in model.decoder.layers)
+    return any(not type(mixer).__module__.startswith("megatron_hybrid.") for mixer in mixers)
 
 
 def unwrap(model: object) -> object:

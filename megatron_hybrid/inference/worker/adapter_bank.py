@@ -76,6 +76,7 @@ class AdapterBank:
                 own = _AdapterSlots(projection, config.max_adapters, config.max_adapter_rank)
                 self._slots[name] = own
                 hook = partial(self._add_to_output, own)
+                hook.is_recorded = True  # see `unrecorded_calls`
                 self._hooks.append(projection.register_forward_hook(hook))
 
     def close(self) -> None:
