@@ -1,9 +1,8 @@
 """One decode step on the CPU, and that of the same weights in transformers.
 
-What bounds small batches: a forward here has more, and smaller, calls of torch than theirs (2.5
-times as many of Python; norms, rotations and activations that give a value the same bits at every
-place), a tenth is the host's part, and attention gathers pages and pads queries to four rows.
-Products (`ops.linear`) take as long as theirs at batch 1, and about 0.6 of that at 4 and 8.
+A forward is a tape (`ops.tape`). What bounds batch 1: products (`ops.linear`) take half of a step
+and as long as theirs (0.6 of that at 4 and 8), scheduling, layout and draws a sixth, and attention,
+which gathers pages and pads queries to four rows, another sixth.
 """
 
 import statistics

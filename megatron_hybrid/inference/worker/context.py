@@ -6,7 +6,9 @@ states, and keeps the states that they return. It decides nothing.
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -22,6 +24,7 @@ from megatron_hybrid.inference.worker.step_buffer import Fields, StepBuffer, buf
 from megatron_hybrid.models.mixers.mixer_context import LatentHeads
 from megatron_hybrid.ops import AttentionPattern, SlotStates, paged_attention
 from megatron_hybrid.ops.ragged import ROW_ALIGNMENT, RaggedLayout
+from megatron_hybrid.ops.tape import Live
 from megatron_hybrid.ops.to_device import to_device
 
 
@@ -145,13 +148,23 @@ class DynamicInferenceContext:
         """What the last step drew, int64 [draws], from `mark_failures`; see `Work.source`."""
         self.first_captures: list[int] = []
         """Place in `captured_states` of the first state of each `Work` of the last step."""
+        self._recorded_layout: RaggedLayout | None = None
+        self._live: Live | None = None
 
     # Laying out a step -------------------------------------------------------------------------
 
-    def begin_step(self, plan: StepPlan, num_decodes: int | None = None, num_rows: int = 1) -> None:
+    def begin_step(
+        self,
+        plan: StepPlan,
+        num_decodes: int | None = None,
+        num_rows: int = 1,
+        padded_to: int = 0,
+    ) -> None:
         """Build the batch of `plan`, after its restores.
 
         Args:
+            padded_to: rows of a step that is no recorded one, at least; those after its tokens are
+                of none.
             num_decodes: for a recorded step of so many decodes: those of the plan, whose other work
                 is left out, and decodes of no request after them. All rows have logits. All that
                 a forward reads then has shapes and addresses that depend on this number and
@@ -168,7 +181,7 @@ class DynamicInferenceContext:
             works = plan.work + [self._filler] * (num_decodes - len(plan.work))
             self._lay_out(works, num_rows)
         elif plan.work:
-            self._lay_out(plan.work)
+            self._lay_out(plan.work, padded_to=padded_to)
         else:
             self._buffer.upload("slots", 0)
             self._staging = self.memory.staging(0)
@@ -207,7 +220,7 @@ class DynamicInferenceContext:
                 (self.max_sequence_length - 1,) * num_decodes,
                 # After all rows but the last one of each decode.
                 tuple(row for row in range(1, num_tokens) if row % num_rows),
-                -num_tokens % ROW_ALIGNMENT,
+                -num_tokens % self._row_alignment,
                 self._buffer.device["starts"][:num_decodes],
                 num_decodes,
             )
@@ -218,7 +231,7 @@ class DynamicInferenceContext:
         self._fixed_layouts.clear()
         self._fixed_staging = None
 
-    def _lay_out(self, works: list[Work], num_rows: int | None = None) -> None:
+    def _lay_out(self, works: list[Work], num_rows: int | None = None, padded_to: int = 0) -> None:
         """num_rows: as `begin_step`, of a recorded step; None: any other one."""
         for work in works:
             self._update_tables(work.slot, work.tables)
@@ -226,8 +239,8 @@ class DynamicInferenceContext:
             self._layout = self._fixed_layout(len(works), num_rows)
             self.first_captures = [i * (num_rows - 1) for i in range(len(works))]
         else:
-            self._layout = self._new_layout(works)
-        self._fill_inputs(works, num_rows is not None)
+            self._layout = self._new_layout(works, padded_to)
+        self._fill_inputs(works, num_rows is not None, num_rows is not None or padded_to > 0)
         self._fill_tables(num_rows is not None)
         if drawn := [(row, work) for row, work in enumerate(works) if work.source >= 0]:
             self._take_drawn(*zip(*drawn))  # single tokens come first
@@ -239,7 +252,7 @@ class DynamicInferenceContext:
             self._fixed_staging = self.memory.staging(self.max_drafts * self._max_recorded)
         self._staging = self._fixed_staging[:num_captures]
 
-    def _new_layout(self, works: list[Work]) -> RaggedLayout:
+    def _new_layout(self, works: list[Work], padded_to: int) -> RaggedLayout:
         captures, self.first_captures, begin, num_decodes = [], [], 0, 0
         for number, work in enumerate(works, start=1):
             self.first_captures.append(len(captures))
@@ -250,7 +263,7 @@ class DynamicInferenceContext:
                 num_decodes = number
             begin += len(work.tokens)
         lengths, starts = [len(work.tokens) for work in works], [work.start for work in works]
-        padding = -begin % self._row_alignment
+        padding = max(-begin % self._row_alignment, padded_to - begin)
         return RaggedLayout(lengths, starts, captures, padding, num_decodes=num_decodes)
 
     def _input(self, name: str, length: int) -> np.ndarray:
@@ -260,8 +273,9 @@ class DynamicInferenceContext:
             self._inputs[name] = self._buffer.device[name].narrow(-1, 0, length)
         return self._buffer.host[name][..., :length]
 
-    def _fill_inputs(self, works: list[Work], is_recorded: bool) -> None:
-        """Write all inputs of a step but the block tables."""
+    def _fill_inputs(self, works: list[Work], is_recorded: bool, has_adapters: bool) -> None:
+        """Write all inputs of a step but the block tables. has_adapters: whether all rows have the
+        slots of adapters also where none of them has one."""
         layout, array = self._layout, self._input
         lengths, num_tokens = np.asarray(layout.lengths), layout.num_tokens
         tokens = [work.tokens for work in works]
@@ -279,7 +293,7 @@ class DynamicInferenceContext:
         self._fill_targets(works, positions, own)
         self.adapter_slots = None
         slots = [work.adapter_slot for work in works] if self._has_adapters else []
-        if slots and (max(slots) >= 0 or is_recorded):
+        if slots and (has_adapters or max(slots) >= 0):
             adapters = array("adapter_slots", layout.num_rows)
             adapters[num_tokens:] = -1
             adapters[:num_tokens] = np.repeat(slots, lengths)
@@ -303,6 +317,7 @@ class DynamicInferenceContext:
         written. own: rows of tokens of works."""
         block, counts = self.block_size_tokens, [len(work.tokens) for work in works]
         slots = np.repeat(np.asarray([work.slot for work in works], dtype=np.int64), counts)
+        before = self._inputs.get("write_pages")
         pages, positions_n = self._input("write_pages", len(positions)), positions[own]
         targets = self._tables[:, slots, positions_n // block]
         shared = np.repeat(np.asarray([work.shared_tokens for work in works]), counts)
@@ -310,6 +325,9 @@ class DynamicInferenceContext:
         pages[:] = NULL_PAGE
         pages[:, own] = targets
         np.remainder(positions, block, out=self._input("write_rows", len(positions)))
+        if self._inputs["write_pages"] is not before:
+            rows = self._inputs["write_rows"]
+            self._targets = [(page, rows) for page in self._inputs["write_pages"].unbind(0)]
 
     def _fill_tables(self, is_recorded: bool) -> None:
         """Upload all inputs with the block tables of the sequences."""
@@ -329,7 +347,7 @@ class DynamicInferenceContext:
         tables = self._step_tables[:, :count]
         used = tables[:, :, : shape[2]]
         used.copy_(self._buffer.device["tables"][:num_entries].view(shape))
-        self._block_tables = tables if is_recorded else used
+        self._column_tables = (tables if is_recorded else used).unbind(0)
 
     def _take_drawn(self, rows: Sequence[int], works: Sequence[Work]) -> None:
         """Give rows of a step that was launched ahead their tokens, on the device. A row whose
@@ -368,8 +386,42 @@ class DynamicInferenceContext:
 
     # For the model -----------------------------------------------------------------------------
 
+    @contextmanager
+    def recording(self, layout: RaggedLayout) -> Iterator[Live]:
+        """Context in which a step that is laid out is recorded, for others with as many rows.
+        Yields what is live in them.
+
+        layout: of the step, with bounds of its positions; what is not live follows from it.
+        """
+        layout.forget_derived()
+        self._recorded_layout, live = layout, Live()
+        for one in (layout, self._layout):
+            live.add(one, lambda: self._layout)
+        for column, table in enumerate(self._column_tables):
+            live.add(table, partial(self._table, column))
+        self._live = live
+        try:
+            yield live
+        finally:
+            self._recorded_layout = self._live = None
+
+    def single_decodes(self) -> RaggedLayout:
+        """The layout of a step of decodes of one row each, for `recording`."""
+        return self._fixed_layout(self._layout.num_sequences, 1)
+
+    def one_prompt(self, num_rows: int) -> tuple[StepPlan, RaggedLayout]:
+        """A step of one prompt of no request, and its layout for `recording`."""
+        tokens = np.zeros(num_rows, np.int32)
+        work = Work(-1, self.max_requests, 0, tokens, num_rows, [], num_logits=0)
+        bounds = (self.max_sequence_length - 1,)
+        starts = self._buffer.device["starts"][:1]
+        return StepPlan(work=[work]), RaggedLayout((num_rows,), bounds, starts=starts)
+
+    def _table(self, column: int) -> Tensor:
+        return self._column_tables[column]
+
     def ragged_layout(self) -> RaggedLayout:
-        return self._layout
+        return self._recorded_layout or self._layout
 
     def token_positions(self) -> Tensor:
         """Absolute position of each row, int64 [T padded]."""
@@ -380,7 +432,11 @@ class DynamicInferenceContext:
         captured = None
         if len(self._staging):
             captured = self.memory.state(layer_number, name, self._staging)
-        return SlotStates(self.memory.state(layer_number, name), self._inputs["slots"], captured)
+        pool_S = self.memory.state(layer_number, name)
+        found = SlotStates(pool_S, self._inputs["slots"], captured)
+        if self._live is not None:
+            self._live.add(found, partial(self.states, layer_number, name))
+        return found
 
     def attend(
         self,
@@ -393,7 +449,7 @@ class DynamicInferenceContext:
     ) -> Tensor:
         """Attention over the pages of one layer, [T padded, H, P]; see `MixerContext`."""
         if k_TKD is not None:
-            self.append_key_value_cache(layer_number, k_TKD.unsqueeze(1), v_TKP.unsqueeze(1))
+            self._keep(layer_number, k_TKD, v_TKP)
         pages = self.key_value_cache(layer_number)
         return paged_attention(q_THD, *pages, self._layout, pattern, sinks_H)
 
@@ -407,7 +463,7 @@ class DynamicInferenceContext:
     ) -> Tensor:
         """Attention over the latents: one key/value head whose values are a part of its keys,
         [T padded, H, P]; see `MixerContext`."""
-        self.append_key_value_cache(layer_number, latents_TL[:, None, None], None)
+        self._keep(layer_number, latents_TL[:, None], None)
         pages, _, block_table = self.key_value_cache(layer_number)
         values = pages[..., : heads.rank]
         q_THr = heads.absorb(q_THD)
@@ -421,23 +477,27 @@ class DynamicInferenceContext:
             ValueError: values for a layer without (`KVShape.value_dim` 0), or None for one with
                 values.
         """
+        self._keep(layer_number, key[:, 0], None if value is None else value[:, 0])
+
+    def _keep(self, layer_number: int, k_TKD: Tensor, v_TKP: Tensor | None) -> None:
+        """`append_key_value_cache` without the second dimension."""
         key_pages, value_pages = self.memory.kv_pages(layer_number)
-        if (value is None) != (value_pages.shape[-1] == 0):
+        if (v_TKP is None) != (value_pages.shape[-1] == 0):
             raise ValueError(
                 f"layer {layer_number} keeps {value_pages.shape[-1]} value dimensions, and its "
-                f"values are {'None' if value is None else list(value.shape)}: pass None where "
+                f"values are {'None' if v_TKP is None else list(v_TKP.shape)}: pass None where "
                 "KVShape.value_dim is 0, and only there"
             )
-        write_pages, write_rows = self._inputs["write_pages"], self._inputs["write_rows"]
-        index = write_pages[self._column(layer_number)], write_rows
-        key_pages[index] = key[:, 0].to(key_pages.dtype)
-        if value is not None:
-            value_pages[index] = value[:, 0].to(value_pages.dtype)
+        target = self._targets[self._column(layer_number)]
+        key_pages.index_put_(target, k_TKD.to(key_pages.dtype))
+        if v_TKP is not None:
+            value_pages.index_put_(target, v_TKP.to(value_pages.dtype))
 
     def key_value_cache(self, layer_number: int) -> tuple[Tensor, Tensor, Tensor]:
         """(K pages [n, B, K, D], V pages [n, B, K, P], block table int32 [R, M]) of any layer. P is
         0 if the layer keeps no values."""
-        return (*self.memory.kv_pages(layer_number), self._block_tables[self._column(layer_number)])
+        table = self._column_tables[self._column(layer_number)]
+        return (*self.memory.kv_pages(layer_number), table)
 
     def _column(self, layer_number: int) -> int:
         local_group, column = self.memory.table_of_layer[layer_number]

@@ -35,6 +35,7 @@ from megatron_hybrid.inference.scheduling.step_plan import (
 )
 from megatron_hybrid.inference.worker.adapter_bank import AdapterBank
 from megatron_hybrid.inference.worker.context import DynamicInferenceContext
+from megatron_hybrid.inference.worker.decode_tapes import DecodeTapes
 from megatron_hybrid.inference.worker.graph_runner import GraphRunner
 from megatron_hybrid.inference.worker.sampler import (
     NUM_CANDIDATES,
@@ -87,6 +88,8 @@ class ModelRunner:
         self.graphs = graphs
         self._derived: dict = {}  # see `keep_derived`
         self._has_copies = has_copies
+        is_alone = self.memory.device.type == "cpu" and ranks.size == 1
+        self._tapes = DecodeTapes(model, context) if is_alone else None
         self._stages = model.pg_collection.pp
         self._has_stages = self._stages.size() > 1
         self._is_last_stage = model.post_process
@@ -110,9 +113,11 @@ class ModelRunner:
             self.capture_graphs()
 
     def drop_graphs(self) -> None:
-        """Drop the graphs, and what follows from weights, which they read."""
+        """Drop graphs and tapes, and what follows from weights, which they read."""
         if self.graphs is not None:
             self.graphs.drop()
+        if self._tapes is not None:
+            self._tapes.drop()
         self._derived.clear()
 
     @contextmanager
@@ -283,6 +288,8 @@ class ModelRunner:
             if not self._is_last_stage:
                 return None
             return self.model.compute_logits(self.context.ready_hidden())
+        if self._tapes is not None:
+            return self._tapes.forward(plan)
         stages = self._stages
         if not self.model.pre_process:
             hidden = self.model.stage_input(self.context.input_ids.shape[1])

@@ -81,7 +81,7 @@ def test_inputs_are_those_of_the_plan_at_the_same_addresses_in_every_step(has_ow
         given = {"ready_slots": context._ready_slots}
         expected = {"ready_slots": [ready.slot for ready in plan.ready]}
         if plan.work:
-            tables = enumerate(context._block_tables)
+            tables = enumerate(context._column_tables)
             given |= context._inputs | {f"block table {i}": table for i, table in tables}
             expected |= expected_inputs(plan, context.block_size_tokens)
             num_checked += 1
