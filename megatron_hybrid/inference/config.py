@@ -101,9 +101,9 @@ class InferenceConfig:
 
     cuda_graphs: bool = False
     """Capture the forward of decodes as CUDA graphs, one for each of a few numbers of decodes (two
-    with drafts). The warm-up captures them; without a warm-up, the first step of each number does.
-    A forward that cannot be captured runs without a graph, and the log says why. Steps with a part
-    of a prompt always run without a graph."""
+    with drafts), when the engine is made. Other steps of up to 1,024 rows, such as the rest of a
+    prompt behind a prefix, are captured in pieces, with the ops over sequences between them. A
+    forward that cannot be captured runs without a graph, and the log says why."""
 
     async_scheduling: bool = False
     """Plan and launch a step while the device runs the one before, whose tokens it takes there.

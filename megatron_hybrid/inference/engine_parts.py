@@ -27,7 +27,7 @@ from megatron_hybrid.inference.weights.cache_folders import CacheFolders
 from megatron_hybrid.inference.weights.updates import WeightUpdates
 from megatron_hybrid.inference.worker.adapter_bank import AdapterBank
 from megatron_hybrid.inference.worker.allocation import allocate
-from megatron_hybrid.inference.worker.graph_runner import GraphRunner
+from megatron_hybrid.inference.worker.graph_runner import GraphRunner, prompt_sizes
 from megatron_hybrid.inference.worker.model_runner import ModelRunner
 from megatron_hybrid.inference.worker.warm_up import WARMED, measure_draft_costs, warm_up
 from megatron_hybrid.models.hybrid_model import NO_MEMORY, HybridModel, unwrap
@@ -114,14 +114,17 @@ def make_parts(
     offload = Offload(
         cache, PageMover(memory.pool), config.host_cache_bytes, disk, config.disk_cache_bytes, ranks
     )
-    graphs = allocated.needs.graph_sizes
+    graphs = None
+    if (numbers := allocated.needs.graph_sizes) is not None:
+        in_pieces = prompt_sizes(config.max_tokens, config.max_sequence_length)
+        graphs = GraphRunner(model, allocated.context, numbers, in_pieces, ranks)
     runner = ModelRunner(
         model,
         allocated.context,
         offload.fetches.load,
         config.logprobs_mode,
         ranks,
-        GraphRunner(model, allocated.context, graphs, ranks) if graphs is not None else None,
+        graphs,
         adapters,
         allocated.needs.has_copies,
     )

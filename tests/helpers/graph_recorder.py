@@ -6,7 +6,7 @@ reads anew from the host, a replay on a GPU would not see.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,9 @@ class _Recorder(TorchDispatchMode):
         self.made: set[int] = set()
         self.read: dict[int, tuple[Tensor, Any]] = {}  # by address: the tensor and its reader
 
+    def known(self) -> set[int]:
+        return self.read.keys() | self.made
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -117,30 +120,55 @@ class RecordedGraph:
     def new_pool() -> None:
         return None
 
-    def __init__(self, run: Callable[[], Tensor], device: torch.device, pool: Any):
-        self._run = run
-        before, capture = _Recorder(), _Recorder()
-        with before:
-            run()
-        try:
-            with no_host_syncs(), capture:
+    def __init__(
+        self,
+        run: Callable[[], Tensor],
+        device: torch.device,
+        pool: Any,
+        pieces: graph_runner.Pieces | None = None,
+    ):
+        self._run, self._is_whole = run, pieces is None
+        self.open_piece, self.steps = None, []
+        self._before = _Recorder()
+        with nullcontext() if pieces is None else pieces.of(self):
+            with self._before:
+                run()
+            try:
+                self.begin_piece()
                 self.output = run()
-        except HostSyncError as error:
-            raise RuntimeError(str(error)) from error
-        for address, (tensor, func) in capture.read.items():
-            assert address in before.read, (
+                self.end_piece()
+            except HostSyncError as error:
+                raise RuntimeError(str(error)) from error
+            finally:
+                if self.open_piece is not None:
+                    self.open_piece.close()
+
+    def begin_piece(self) -> None:
+        self.open_piece, self._capture = ExitStack(), _Recorder()
+        self.open_piece.enter_context(no_host_syncs())
+        self.open_piece.enter_context(self._capture)
+
+    def end_piece(self) -> None:
+        piece, self.open_piece = self.open_piece, None
+        piece.close()
+        for address, (tensor, func) in self._capture.read.items():
+            assert address in self._before.known(), (
                 f"{func} reads {tensor.dtype} {list(tensor.shape)}, which the capture has made on "
                 "the host: a replay would read what is there then"
             )
-        self._operations = capture.operations
+        self._before.made |= self._capture.made
+        operations = self._capture.operations
+        self.steps.append(lambda: [operation.replay() for operation in operations])
+        self._operations = operations
 
     def replay(self) -> None:
-        check = _Check(self._operations)
-        with check:
-            self._run()
-        check.end()
-        for operation in self._operations:
-            operation.replay()
+        if self._is_whole:
+            check = _Check(self._operations)
+            with check:
+                self._run()
+            check.end()
+        for step in self.steps:
+            step()
 
 
 @contextmanager
@@ -148,4 +176,5 @@ def recorded_graphs() -> Iterator[None]:
     """Let engines on a CPU have graphs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(graph_runner.CAPTURES, "cpu", RecordedGraph)
+        patch.setattr(graph_runner, "_PROMPT_ROWS", (16, 40, 80))
         yield

@@ -1,4 +1,4 @@
-"""Counts the launches of a decode step of a published model, without a GPU.
+"""Counts the launches of steps of a published model, without a GPU.
 
 Kernels of Triton, whose interpreter is on, are counted and not run; each call of torch that would
 be a kernel is one launch.
@@ -6,9 +6,10 @@ be a kernel is one launch.
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar
 
+import pytest
 import torch
 import triton.runtime.interpreter
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,10 +19,12 @@ from unwritten_outputs import any_token
 from benchmarks.gpu.models import cut_config
 from megatron_hybrid import (
     DynamicInferenceEngine,
+    HybridModel,
     InferenceConfig,
     SamplingParams,
     build_hybrid_model,
 )
+from megatron_hybrid.inference.worker import graph_runner
 
 _NO_KERNELS = {
     *("alias", "as_strided", "chunk", "detach", "diagonal", "expand", "flatten", "narrow"),
@@ -59,7 +62,7 @@ class _Torch(TorchDispatchMode):
 @contextmanager
 def counted_launches() -> Iterator[Counter[str]]:
     """Launches inside, by function or kernel. Kernels of Triton leave outputs as they are."""
-    counts: Counter[str] = Counter()
+    counts: ClassVar[Counter[str]] = Counter()
     executor = triton.runtime.interpreter.GridExecutor
     run = executor.__call__
 
@@ -74,16 +77,67 @@ def counted_launches() -> Iterator[Counter[str]]:
         executor.__call__ = run
 
 
-def launches_of_a_step(name: str, batch: int, **sampling: Any) -> Counter[str]:
-    """Those of one decode step of `batch` requests: all layers of the published model in bf16, at
-    toy size. sampling: parameters; greedy without any."""
+def toy_model(name: str) -> HybridModel:
+    """All layers of a published model in bf16, at toy size."""
     pattern = cut_config(name, False).layer_pattern
     config = cut_config(name, True, pattern)
     fields = config.to_dict() | {"params_dtype": "bfloat16"}
-    model = build_hybrid_model(type(config).from_dict(fields)).eval()
+    return build_hybrid_model(type(config).from_dict(fields)).eval()
+
+
+class CountedGraph:
+    """In the place of a graph: a replay counts one launch a piece, and the ops between them run."""
+
+    counts: ClassVar[Counter[str]] = Counter()
+    num_bytes, new_pool = 0, staticmethod(lambda: None)
+
+    def __init__(self, run, device, pool, pieces=None):
+        self.open_piece, self.steps = None, []
+        with nullcontext() if pieces is None else pieces.of(self):
+            run()
+            self.begin_piece()
+            self.output = run()
+            self.end_piece()
+
+    def begin_piece(self) -> None:
+        self.open_piece = self
+
+    def end_piece(self) -> None:
+        self.open_piece = None
+        self.steps.append(lambda: self.counts.update(graph=1))
+
+    def replay(self) -> None:
+        for step in self.steps:
+            step()
+
+
+def launches_of_a_suffix(name: str, rows: int, in_pieces: bool) -> Counter[str]:
+    """Those of a step of the rest of a prompt, of so many rows."""
+    config = InferenceConfig(
+        **{"cache_bytes": 64 << 20, "block_size_tokens": 16, "prefix_caching": "off"},
+        **{"max_requests": 1, "max_tokens": rows, "max_sequence_length": 4 * rows},
+        cuda_graphs=in_pieces,
+    )
+    params = SamplingParams(top_k=1, num_tokens_to_generate=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(graph_runner.CAPTURES, "cpu", CountedGraph)
+        with counted_launches() as CountedGraph.counts:
+            engine = DynamicInferenceEngine(toy_model(name), None, config)
+            engine.add_request([1] * 3 * rows, params)
+            for _ in range(2):
+                engine.step()
+            CountedGraph.counts.clear()
+            engine.step()
+            counts = +CountedGraph.counts
+            engine.close()
+    return counts
+
+
+def launches_of_a_step(name: str, batch: int, **sampling: Any) -> Counter[str]:
+    """Those of one decode step of `batch` requests. sampling: parameters; greedy without any."""
     sizes = dict(max_requests=batch, max_tokens=32 * batch, max_sequence_length=64)
     engine = DynamicInferenceEngine(
-        model,
+        toy_model(name),
         None,
         InferenceConfig(cache_bytes=16 << 20, block_size_tokens=16, prefix_caching="off", **sizes),
     )

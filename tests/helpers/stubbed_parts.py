@@ -8,6 +8,7 @@ Autotuned kernels keep one config. With `--published` in front they keep all, an
 published models; lengths, layers and experts are few.
 """
 
+import contextlib
 import os
 import sys
 
@@ -43,8 +44,10 @@ class Launched:
 
     num_bytes, new_pool = 0, staticmethod(lambda: None)
 
-    def __init__(self, run, device, pool):
-        self.replay, self.output = run, run()
+    def __init__(self, run, device, pool, pieces=None):
+        self.open_piece, self.steps = None, []
+        with contextlib.nullcontext() if pieces is None else pieces.of(self):
+            self.replay, self.output = run, run()
 
 
 def published_sizes() -> None:

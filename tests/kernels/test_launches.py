@@ -1,7 +1,7 @@
 """Launches of a decode step: their number does not grow. `pytest -s` prints them by kernel."""
 
 import pytest
-from launch_counts import launches_of_a_step
+from launch_counts import launches_of_a_step, launches_of_a_suffix
 
 GREEDY = {"top_k": 1}
 
@@ -19,3 +19,16 @@ def test_a_decode_step_has_no_more_launches_than_told(name, batch, sampling, mos
     print(name, batch, sampling, counts.total())
     print("   ", ", ".join(f"{what} {n}" for what, n in counts.most_common()))
     assert most - 5 < counts.total() <= most
+
+
+@pytest.mark.parametrize(
+    ("name", "launched", "in_pieces"), [("nemotron_h_8b", 498, 360), ("qwen3_5_4b", 616, 396)]
+)
+def test_a_suffix_has_no_more_launches_than_told(name, launched, in_pieces):
+    """Of 256 tokens: a piece, an op over sequences and a copy, which is all of an attention layer;
+    ops of recurrent layers are up to nine kernels."""
+    for most, on in ((launched, False), (in_pieces, True)):
+        counts = launches_of_a_suffix(name, 256, on)
+        print(name, counts.total())
+        print("   ", ", ".join(f"{what} {n}" for what, n in counts.most_common()))
+        assert most - 5 < counts.total() <= most

@@ -74,8 +74,8 @@ GAUGES = {
     "pool_states": "States that fit into the pool, if the pool holds nothing else.",
     "kv_blocks_in_use": "KV blocks of running requests; a shared block counts once.",
     "live_slot_bytes": "Size of the live slots.",
-    "graphs": "Captured CUDA graphs: one for each number of decodes, and one more for each with "
-    "drafts.",
+    "graphs": "Captured CUDA graphs: one for each number of decodes, one more for each with "
+    "drafts, and those in pieces.",
     "graph_bytes": "Device memory of the CUDA graphs.",
     "draft_break_even_permille": "Acceptance of drafts, in thousandths, above which they save "
     "time at the present load.",

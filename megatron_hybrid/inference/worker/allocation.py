@@ -73,7 +73,7 @@ def needs_of(
     ]
     if config.cuda_graphs:
         graphed = graph_sizes(*sizes[:2], drafts)
-        asked = planned_bytes(model, spec, graphed, sizes[2])
+        asked = planned_bytes(model, spec, graphed, *sizes[1:])
         parts.append(Part(asked, "CUDA graphs", "max_requests, or turn cuda_graphs off"))
     # At most: an embedding that is not the output layer, too, is not multiplied.
     copies = sum(p.nbytes for p in model.parameters() if p.dim() == 2 and can_reorder(p))

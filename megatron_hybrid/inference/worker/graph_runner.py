@@ -1,31 +1,34 @@
-"""GraphRunner: steps of decodes as CUDA graphs, which launch all kernels of a forward at once.
+"""GraphRunner: steps as CUDA graphs, which launch all kernels of a forward, or many, at once.
 
 A graph replays the launches of one forward as they were captured: the same kernels, grids, numbers
 and addresses. So it serves steps of one number of decodes, all with one row or all with rows of
 drafts, whose inputs are in the step's buffer. A step of fewer is filled up with decodes of no
 request, and a decode of fewer drafts with rows that are taken back.
+
+Other steps of few rows, such as the rest of a prompt behind a prefix, are replayed in pieces: what
+rows need alone, norms, products and activations, is captured for so many rows, and between the
+pieces the ops over sequences are launched, with the layout of the step.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.distributed.ranks import Ranks
-from megatron_hybrid.inference.memory.budget import step_bytes
+from megatron_hybrid.inference.memory.budget import layer_widths, step_bytes
 from megatron_hybrid.inference.scheduling.step_plan import StepPlan
-from megatron_hybrid.inference.weights.change_detector import forward_hooks
+from megatron_hybrid.inference.weights.change_detector import unrecorded_calls
 from megatron_hybrid.inference.worker.context import DynamicInferenceContext
-from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.inference.worker.cuda_graph import CAPTURES, CudaGraph, Pieces, Rooms
+from megatron_hybrid.models.hybrid_model import HybridModel, has_foreign_layers
 from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
 from megatron_hybrid.ops.to_device import to_device
 
@@ -34,6 +37,10 @@ logger = logging.getLogger(__name__)
 _FEWEST_ROWS = 8
 """Up to it, sizes are powers of two; beyond it, multiples of it. Steps of up to 64 decodes then
 have as many rows as without a graph (`ROW_ALIGNMENT`), and matrix products the same kernels."""
+PIECES = -1
+"""In the place of a graph's rows of each decode: it is of so many rows, in pieces."""
+_PROMPT_ROWS = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
+"""Rows of graphs in pieces. Beyond them the device takes longer than the host."""
 _GRAPH_BYTES = 8 << 20
 """Bytes of one graph, besides its tensors: nodes and arguments of its kernels, in the driver."""
 _WORKSPACE_BYTES = 64 << 20
@@ -66,21 +73,36 @@ def graph_sizes(max_requests: int, max_tokens: int, max_drafts: int) -> dict[int
     return {rows: sizes_up_to(number) for rows, number in most.items() if number}
 
 
+def prompt_sizes(max_tokens: int, max_sequence_length: int) -> list[int]:
+    """Return the numbers of rows that have a graph in pieces, ascending."""
+    return [rows for rows in _PROMPT_ROWS if rows <= min(max_tokens, max_sequence_length)]
+
+
 def planned_bytes(
-    model: HybridModel, spec: CacheSpec, sizes: dict[int, list[int]], max_sequence_length: int
+    model: HybridModel,
+    spec: CacheSpec,
+    sizes: dict[int, list[int]],
+    max_tokens: int,
+    max_sequence_length: int,
 ) -> int:
     """Return about how much device memory the graphs of all sizes take, with the states before
-    drafts. They share the memory of the step of the most rows, and one buffer of logits.
+    drafts. They share the memory of the step of the most rows, one buffer of logits, and inputs
+    and outputs of one op between pieces.
 
     sizes: from `graph_sizes`.
     """
+    in_pieces = prompt_sizes(max_tokens, max_sequence_length)
     most_rows = max(rows * each[-1] for rows, each in sizes.items())
+    rooms = max(in_pieces, default=0) * 3 * round(max(layer_widths(model), default=0))
+    rooms += sum(in_pieces) * model.config.hidden_size  # what they return
+    rooms *= model.config.params_dtype.itemsize
     states = sum((rows - 1) * each[-1] for rows, each in sizes.items())
-    step = step_bytes(model, spec, states, sizes[1][-1], most_rows, max_sequence_length)
+    rows = max([most_rows, *in_pieces])
+    step = step_bytes(model, spec, states, sizes[1][-1], rows, max_sequence_length)
     logits = most_rows * model.vocab_size * model.config.params_dtype.itemsize
-    num_graphs = sum(map(len, sizes.values()))
+    num_graphs = sum(map(len, sizes.values())) + len(in_pieces)
     num_graphs += len(sizes[1]) * (len(sizes) > 1 and hasattr(model, "mtp"))
-    return step + logits + num_graphs * _GRAPH_BYTES + _WORKSPACE_BYTES
+    return step + logits + rooms + num_graphs * _GRAPH_BYTES + _WORKSPACE_BYTES
 
 
 def refusal(model: HybridModel, device: torch.device) -> str | None:
@@ -104,10 +126,12 @@ class GraphRunner:
         model: in eval mode.
         context: over a memory with one live slot more than requests.
         sizes: from `graph_sizes`.
+        in_pieces: from `prompt_sizes`.
         ranks: those of the model, which capture the same graphs.
 
     Passes of the MTP head, where the context has one that keeps no states, have graphs of the same
-    numbers of decodes; their key has 0 rows.
+    numbers of decodes; their key has 0 rows. Where the context has one, no step is in pieces, nor
+    where layers come from other packages, which may read a layout that is not live.
     """
 
     def __init__(
@@ -115,9 +139,14 @@ class GraphRunner:
         model: HybridModel,
         context: DynamicInferenceContext,
         sizes: dict[int, list[int]],
+        in_pieces: list[int],
         ranks: Ranks,
     ):
         self._model, self._context, self.sizes, self._ranks = model, context, sizes, ranks
+        splits_rows = model.config.sequence_parallel
+        has_none = context.prediction is not None or splits_rows or has_foreign_layers(model)
+        self._in_pieces = [] if has_none else in_pieces
+        self._rooms = Rooms()
         self._has_head = context.prediction is not None and not any(
             layer.states for layer in model.prediction_requirements()
         )
@@ -142,13 +171,15 @@ class GraphRunner:
         in the memory that they share."""
         found = [(size, rows) for rows, sizes in self.sizes.items() for size in sizes]
         found += [(size, 0) for size in self.sizes[1]] if self._has_head else []
-        return sorted(found, key=lambda key: key[0] * key[1], reverse=True)
+        found.sort(key=lambda key: key[0] * key[1])
+        return [*found, *((rows, PIECES) for rows in self._in_pieces)][::-1]
 
     def drop(self) -> None:
         """Drop all graphs, where memory that they read may change its place."""
         self._graphs.clear()
         self._context.forget_layouts()
         self._pool, self._logits, self._hidden, self._read = None, None, None, []
+        self._rooms = Rooms()
 
     def hold(self) -> bool:
         """Return whether all ranks have graphs that read the model as it is, whatever its weights
@@ -156,25 +187,22 @@ class GraphRunner:
         return not any(self._ranks.maximum([self._read != self._what_is_read()]))
 
     def _what_is_read(self) -> list[int]:
-        """The addresses of weights, and hooks, which a replay does not call."""
-        tensors = chain(self._model.parameters(), self._model.buffers())
-        return [*(tensor.data_ptr() for tensor in tensors), *map(id, self._hooks())]
-
-    def _hooks(self) -> list[Any]:
-        own = chain.from_iterable(map(forward_hooks, self._model.modules()))
-        found = (*own, _global_forward_hooks, _global_forward_pre_hooks)
-        return [hook for hooks in found for hook in hooks.values()]
+        """The addresses of weights, and the modules and what runs with them."""
+        model = self._model
+        things = chain(model.modules(), unrecorded_calls(model))
+        tensors = chain(model.parameters(), model.buffers())
+        return [*(tensor.data_ptr() for tensor in tensors), *map(id, things)]
 
     def forward(self, plan: StepPlan) -> Tensor | None:
         """Logits [n, V] of a plan, `num_logits` rows for each of its `work`, then one for each of
         its `ready`, valid until the next step. None: it has no graph, and nothing has changed."""
         if not _is_of_decodes(plan):
-            return None
+            return self._forward_in_pieces(plan)
         counts = [len(work.tokens) for work in plan.work]
         num_rows = next((rows for rows in self.sizes if rows >= max(counts)), 0)
         size = next((size for size in self.sizes.get(num_rows, ()) if size >= len(counts)), 0)
         if (graph := self._graphs.get((size, num_rows))) is None:
-            return None
+            return self._forward_in_pieces(plan)
         self._context.begin_step(plan, size, num_rows)
         graph.replay()
         self._context.end_recorded(plan)
@@ -189,6 +217,17 @@ class GraphRunner:
             ready_nV = self._model.compute_logits(hidden_nH)
             logits_nV = torch.cat([logits_nV, ready_nV.to(logits_nV.dtype)])
         return logits_nV
+
+    def _forward_in_pieces(self, plan: StepPlan) -> Tensor | None:
+        count, context = sum(len(work.tokens) for work in plan.work), self._context
+        rows = next((rows for rows in self._in_pieces if rows >= count), 0)
+        graph = self._graphs.get((rows, PIECES)) if count else None
+        if graph is None:
+            return None
+        context.begin_step(plan, padded_to=rows)
+        graph.replay()
+        self.num_replays += 1
+        return self._model.compute_logits(context.last_token_logits(graph.output.unsqueeze(0)))
 
     def predict(self, plan: StepPlan, ids_n: Tensor | None) -> Tensor | None:
         """Logits [n, V] of a pass of the MTP head over decodes, valid until the next one.
@@ -215,15 +254,20 @@ class GraphRunner:
         return graph.output[:count]
 
     def capture(self, size: int, num_rows: int) -> None:
-        """Capture steps of `size` decodes of so many rows, unless that is done. Call it on all
-        ranks, between steps. If it fails on one of them, there is no such graph on any, and the
-        other graphs stay."""
+        """Capture steps of `size` decodes of so many rows, or what `PIECES` says, unless that is
+        done. Call it on all ranks, between steps. If it fails on one of them, there is no such
+        graph on any, and the other graphs stay."""
         key = size, num_rows
         if key in self._graphs:
             return
         exchange = _Exchange(self._ranks)
         try:
-            graph = self._capture(size, num_rows, exchange)
+            if unrecorded_calls(self._model):
+                raise RuntimeError("a module has forward hooks, which a replay would not call")
+            if num_rows == PIECES:
+                graph = self._capture_pieces(size, exchange)
+            else:
+                graph = self._capture(size, num_rows, exchange)
         except (RuntimeError, MemoryError) as error:
             reason = str(error).strip().split("\n")[0]
             exchange.end(has_failed=True)
@@ -236,8 +280,6 @@ class GraphRunner:
 
     def _capture(self, size: int, num_rows: int, exchange: _Exchange) -> CudaGraph:
         """Capture steps of `size` decodes, by one of rows of no request."""
-        if self._hooks():
-            raise RuntimeError("a module has forward hooks, which a replay would not call")
         context, model = self._context, self._model
         context.begin_step(StepPlan(), size, max(1, num_rows))
         output = self._room_for_logits(exchange)[: size * max(1, num_rows)]
@@ -252,11 +294,7 @@ class GraphRunner:
             hidden_Th.copy_(predicted_Th)
             return output.copy_(model.compute_logits(predicted_Th[:size]))
 
-        device = context.memory.device
-        capture = CAPTURES[device.type]
-        if self._pool is None:
-            self._pool = capture.new_pool()
-        graph = capture(run, device, self._pool)
+        graph = self._new_graph(run)
         context.begin_pass()  # what was worked out in the graph's memory is of no use outside
         logger.info(
             "captured a graph of %d decodes, %d rows each: %d bytes",
@@ -264,13 +302,38 @@ class GraphRunner:
         )
         return graph
 
+    def _capture_pieces(self, num_rows: int, exchange: _Exchange) -> CudaGraph:
+        """Capture steps of so many rows in pieces, by one of a prompt of no request."""
+        context, model = self._context, self._model
+        plan, layout = context.one_prompt(num_rows)
+        context.begin_step(plan, padded_to=num_rows)
+
+        def run() -> Tensor:
+            exchange.require_all()
+            layout.forget_derived()
+            return model.last_hidden(context.input_ids, context)
+
+        with context.recording(layout) as live:
+            graph = self._new_graph(run, Pieces(live, self._rooms, exchange.require_all))
+        layout.forget_derived()
+        logger.info("captured a graph of %d rows, in pieces: %d bytes", num_rows, graph.num_bytes)
+        return graph
+
+    def _new_graph(self, run: Callable[[], Tensor], *more: Any) -> CudaGraph:
+        device = self._context.memory.device
+        capture = CAPTURES[device.type]
+        if self._pool is None:
+            self._pool = capture.new_pool()
+        return capture(run, device, self._pool, *more)
+
     def _room_for_logits(self, exchange: _Exchange) -> Tensor:
         """What all graphs write into. The first forward makes what steps share."""
         if self._logits is None:
             exchange.require_all()
-            context, (size, rows) = self._context, self.all_sizes()[0]
+            context = self._context
             sample_nV = self._model(context.input_ids, inference_context=context)[0]
-            self._logits = sample_nV.new_empty(size * rows, sample_nV.shape[1])
+            most = max(rows * sizes[-1] for rows, sizes in self.sizes.items())
+            self._logits = sample_nV.new_empty(most, sample_nV.shape[1])
         return self._logits
 
     def _room_for_hidden(self, num_rows: int) -> Tensor:
@@ -314,85 +377,3 @@ def _is_of_decodes(plan: StepPlan) -> bool:
         and work.num_logits >= len(work.draft_draws)
         for work in plan.work
     )
-
-
-class CudaGraph:
-    """A captured function without arguments. `output` is what it returned, which a replay writes
-    anew, and `num_bytes` the device memory that the capture took from this process's.
-
-    Args:
-        run: the function; it is called three times: kernels are compiled, waits for the device are
-            found, and then it is captured.
-        device: its own.
-        pool: from `new_pool`; graphs of one pool share the memory between their first and last
-            kernels.
-
-    Raises:
-        RuntimeError: it cannot be captured; torch's message says why. Nothing of it is left: no
-            kernel that is not waited for, no stream, no open capture.
-    """
-
-    new_pool = staticmethod(torch.cuda.graph_pool_handle)
-    _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
-    """One for all captures of a device: torch keeps the memory of a pool by stream, and libraries
-    their workspaces."""
-
-    def __init__(self, run: Callable[[], Tensor], device: torch.device, pool: Any):
-        with torch.cuda.device(device):
-            if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream()
-            stream, own = self._streams[device], torch.cuda.current_stream()
-            stream.wait_stream(own)
-            try:
-                with torch.cuda.stream(stream):
-                    run()
-                    with _no_waits():
-                        run()
-            finally:  # also behind an error: the host goes on to write what its kernels read
-                own.wait_stream(stream)
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            before = torch.cuda.memory_reserved()
-            self._graph = torch.cuda.CUDAGraph()
-            # The outer context, as torch leaves the stream current where a capture cannot end.
-            # Other threads may copy pages meanwhile.
-            with (
-                _no_open_capture(device, pool),
-                torch.cuda.stream(stream),
-                torch.cuda.graph(
-                    self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"
-                ),
-            ):
-                self.output = run()
-            self.num_bytes = max(0, torch.cuda.memory_reserved() - before)
-
-    def replay(self) -> None:
-        """Run what was captured, without waiting."""
-        self._graph.replay()
-
-
-@contextmanager
-def _no_open_capture(device: torch.device, pool: Any) -> Iterator[None]:
-    """After an error torch's allocator is in no capture: torch leaves it in one that has failed."""
-    try:
-        yield
-    except RuntimeError:
-        with suppress(RuntimeError, AttributeError, TypeError):
-            torch._C._cuda_endAllocateToPool(device.index or 0, pool)
-        raise
-
-
-@contextmanager
-def _no_waits() -> Iterator[None]:
-    """A call that waits for the device raises RuntimeError. Inside a capture it would also spoil
-    the graph, and leave torch's allocator in it."""
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
-
-
-CAPTURES: dict[str, Any] = {"cuda": CudaGraph}
-"""How functions are captured, by the type of a device."""

@@ -2,9 +2,11 @@
 
 import asyncio
 import threading
+from itertools import chain
 
 import pytest
 import torch
+from graph_recorder import recorded_graphs
 from small_models import fill_adapters, small_model
 
 from megatron_hybrid.inference.async_engine import AsyncEngine
@@ -13,6 +15,7 @@ from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.worker import adapter_bank
+from megatron_hybrid.ops.dispatch import OPS
 from megatron_hybrid.training.lora import LoraFields, add_adapters, merge_adapters, save_adapters
 
 PATTERN, NAMES = "MG*-S+K", (None, "a", "b")
@@ -82,6 +85,29 @@ def test_a_mixed_batch_answers_as_the_merged_models(folder, expected):
                     assert (one.prefix.skipped_tokens > 30) == (turn == 1)
         engine.check_integrity()
     assert len({tuple(answers[0].log_probs) for answers in expected.values()}) == 3
+
+
+def slots_on_the_device(x, weights, slots):
+    """As the kernel, which reads no slot on the host."""
+    rows = torch.einsum("tc,toc->to", x, weights[slots.clamp(min=0)])
+    return rows * (slots >= 0).unsqueeze(1)
+
+
+def test_adapters_are_served_by_graphs(folder, expected, monkeypatch):
+    """Decodes, and prompts in pieces; steps without adapters, too."""
+    monkeypatch.setattr(OPS["slot_linear"], "reference", slots_on_the_device)
+    with recorded_graphs(), engine_of(cuda_graphs=True) as engine:
+        engine.generate(PROMPTS[:1], PARAMS)
+        for name in ("a", "b"):
+            engine.adapters.load(name, folder / name)
+        for _ in range(2):
+            found = answers_of(engine)
+            pairs = (chain.from_iterable(each.values()) for each in (found, expected))
+            for one, other in zip(*pairs):
+                assert one.token_ids == other.token_ids
+                assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+        stats = engine.stats()
+    assert stats["graph_steps"] >= stats["steps"] - 3
 
 
 def test_a_closed_engine_leaves_the_model_as_it_was(folder):

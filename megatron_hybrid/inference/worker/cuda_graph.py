@@ -1,0 +1,186 @@
+"""CudaGraph: a function whose launches are captured, as one piece, or with ops between pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megatron_hybrid.ops.dispatch import Op
+from megatron_hybrid.ops.tape import Live, recorded_by
+
+
+class CudaGraph:
+    """A captured function without arguments. `output` is what it returned, which a replay writes
+    anew, and `num_bytes` the device memory that the capture took from this process's.
+
+    Args:
+        run: the function; it is called three times: kernels are compiled, waits for the device are
+            found, and then it is captured.
+        device: its own.
+        pool: from `new_pool`; graphs of one pool share the memory between their first and last
+            kernels.
+        pieces: takes the function apart; None: it is one piece.
+
+    Raises:
+        RuntimeError: it cannot be captured; torch's message says why. Nothing of it is left: no
+            kernel that is not waited for, no stream, no open capture.
+    """
+
+    new_pool = staticmethod(torch.cuda.graph_pool_handle)
+    _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
+    """One for all captures of a device: torch keeps the memory of a pool by stream, and libraries
+    their workspaces."""
+
+    def __init__(
+        self,
+        run: Callable[[], Tensor],
+        device: torch.device,
+        pool: Any,
+        pieces: Pieces | None = None,
+    ):
+        self._pool = pool
+        self.steps: list[Callable[[], Any]] = []
+        self.open_piece: torch.cuda.CUDAGraph | None = None
+        with torch.cuda.device(device), nullcontext() if pieces is None else pieces.of(self):
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream()
+            stream, own = self._streams[device], torch.cuda.current_stream()
+            stream.wait_stream(own)
+            try:
+                with torch.cuda.stream(stream):
+                    run()
+                    with _no_waits():
+                        run()
+            finally:  # also behind an error: the host goes on to write what its kernels read
+                own.wait_stream(stream)
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_reserved()
+            with _no_open_capture(device, pool), torch.cuda.stream(stream):
+                try:
+                    self.begin_piece()
+                    self.output = run()
+                    self.end_piece()
+                finally:
+                    if self.open_piece is not None:
+                        with suppress(RuntimeError):  # the error that there is tells why
+                            self.open_piece.capture_end()
+                    if self.steps:  # what runs between pieces has run
+                        own.wait_stream(stream)
+            torch.cuda.synchronize()
+            self.num_bytes = max(0, torch.cuda.memory_reserved() - before)
+
+    def begin_piece(self) -> None:
+        """Begin to capture."""
+        piece = torch.cuda.CUDAGraph()
+        # Other threads may copy pages meanwhile.
+        piece.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self.open_piece = piece
+
+    def end_piece(self) -> None:
+        """End to capture."""
+        piece, self.open_piece = self.open_piece, None
+        piece.capture_end()
+        self.steps.append(piece.replay)
+
+    def replay(self) -> None:
+        """Run what was captured, without waiting."""
+        for step in self.steps:
+            step()
+
+
+class Rooms:
+    """Memory between the pieces of graphs, of the same addresses in all of them."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[tuple, Tensor] = {}
+
+    def of(self, place: int, rows: Tensor) -> Tensor:
+        """Room for rows `[T, ...]` of an op's input, or of its output, place -1. Those of the most
+        rows come first."""
+        key = place, rows.shape[1:], rows.dtype
+        if key not in self._rooms:
+            self._rooms[key] = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        return self._rooms[key][: len(rows)]
+
+
+class Pieces:
+    """Records a function as a graph in pieces: between them are the ops over sequences.
+
+    What these read and write is of one op after the other, so it passes through the same rooms.
+
+    Args:
+        live: their inputs that are others in a replay.
+        rooms: of all graphs.
+        agree: called before anything is launched: raises RuntimeError if another rank cannot.
+    """
+
+    def __init__(self, live: Live, rooms: Rooms, agree: Callable[[], None]):
+        self._live, self._rooms, self._agree = live, rooms, agree
+
+    @contextmanager
+    def of(self, graph: CudaGraph) -> Iterator[None]:
+        """Context in which the pieces of a graph begin and end. Before the first one all runs as it
+        is."""
+        self._graph = graph
+        with recorded_by(self):
+            yield
+
+    def takes_apart(self, op: Op) -> bool:
+        return op.is_ragged
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Such results are there before a capture."""
+        return nullcontext()
+
+    def call(self, op: Op, inputs: tuple) -> Tensor:
+        """End a piece, launch the op, and begin the next piece."""
+        graph, staged = self._graph, list(inputs)
+        for place in op.flat_inputs:
+            if (rows := inputs[place]) is not None:
+                staged[place] = self._rooms.of(place, rows).copy_(rows)
+
+        def serve() -> Tensor:
+            found = op.serve(*map(self._live.now, staged))
+            return self._rooms.of(-1, found).copy_(found)
+
+        if graph.open_piece is None:
+            return serve().clone()
+        graph.end_piece()
+        self._agree()
+        graph.steps[-1]()
+        output = serve()
+        graph.steps.append(serve)
+        graph.begin_piece()
+        return output.clone()
+
+
+@contextmanager
+def _no_open_capture(device: torch.device, pool: Any) -> Iterator[None]:
+    """After an error torch's allocator is in no capture: torch leaves it in one that has failed."""
+    try:
+        yield
+    except BaseException:
+        with suppress(RuntimeError, AttributeError, TypeError):
+            torch._C._cuda_endAllocateToPool(device.index or 0, pool)
+        raise
+
+
+@contextmanager
+def _no_waits() -> Iterator[None]:
+    """A call that waits for the device raises RuntimeError. Inside a capture it would also spoil
+    the graph, and leave torch's allocator in it."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+CAPTURES: dict[str, Any] = {"cuda": CudaGraph}
+"""How functions are captured, by the type of a device."""
