@@ -157,9 +157,10 @@ def graphs(bench: Bench, name: str) -> Iterator[Row]:
         )
         if what == "launched":
             engine = engine.close()
-    sizes = graph_sizes(slots, engine.config.max_tokens, 0)
+    most_tokens = engine.config.max_tokens
+    sizes = graph_sizes(slots, most_tokens, 0)
     asked, taken = (d - c - b + a for a, b, c, d in zip(*used))
-    planned = planned_bytes(model, engine.memory.spec, sizes, longest)
+    planned = planned_bytes(model, engine.memory.spec, sizes, most_tokens, longest)
     numbers = {"asked MiB": asked >> 20, "planned MiB": planned >> 20, "taken MiB": taken >> 20}
     yield Row("memory of graphs", numbers=numbers)
     engine.close()
