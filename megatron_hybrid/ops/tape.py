@@ -154,16 +154,16 @@ class _Writer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        forms = [(x.shape, x.stride()) for x in given if x.layout == torch.strided]
+        forms = _forms(given)
         result = func(*args, **kwargs)
-        if self._is_paused:
-            return result
         made = _tensors(result)
         if func._schema.name in _READS or (given and not made and func._schema.returns):
             self._give_up(f"the host reads or makes a tensor by {func}")
-        elif forms != [(x.shape, x.stride()) for x in given if x.layout == torch.strided]:
+        elif forms != _forms(given):
             self._give_up(f"{func} gives a tensor another shape")
         elif any(isinstance(leaf, torch.Generator) for leaf in leaves):
             self._give_up(f"{func} draws from a generator of its own")
@@ -191,9 +191,8 @@ class _Writer(TorchDispatchMode):
             names = [] if id(result) in self._names else [self._name(result)]
         else:
             names = [self._name(x) + "," * (len(result) == 1) for x in result or ()]
-        self._made.update(
-            set(map(_memory, _tensors(result))).difference(map(_memory, _tensors((args, kwargs))))
-        )
+        memory = set(map(_memory, _tensors((args, kwargs))))
+        self._made.update(own for own in map(_memory, _tensors(result)) if own not in memory)
         self._lines.append((names, call))
 
     def _name(self, value: Tensor) -> str:
@@ -220,9 +219,8 @@ class _Writer(TorchDispatchMode):
             parts = "".join(f"{self._text(part)}, " for part in value)
             if isinstance(value, list):
                 return f"[{parts}]"
-            return (
-                f"({parts})" if type(value) is tuple else f"{self._constant(type(value))}({parts})"
-            )
+            kind = "" if type(value) is tuple else self._constant(type(value))
+            return f"{kind}({parts})"
         is_new = isinstance(value, Tensor) and id(value) not in self._names
         if is_new and _memory(value) in self._made:
             self._give_up("a tensor comes from an operation that was not seen")
@@ -245,6 +243,10 @@ class _Writer(TorchDispatchMode):
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _forms(tensors: list[Tensor]) -> list[tuple]:
+    return [(x.shape, x.stride()) for x in tensors if x.layout == torch.strided]
 
 
 def _memory(tensor: Tensor) -> int:

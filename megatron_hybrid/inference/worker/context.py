@@ -398,7 +398,7 @@ class DynamicInferenceContext:
         for one in (layout, self._layout):
             live.add(one, lambda: self._layout)
         for column, table in enumerate(self._column_tables):
-            live.add(table, partial(self._table, column))
+            live.add(table, lambda column=column: self._column_tables[column])
         self._live = live
         try:
             yield live
@@ -416,9 +416,6 @@ class DynamicInferenceContext:
         bounds = (self.max_sequence_length - 1,)
         starts = self._buffer.device["starts"][:1]
         return StepPlan(work=[work]), RaggedLayout((num_rows,), bounds, starts=starts)
-
-    def _table(self, column: int) -> Tensor:
-        return self._column_tables[column]
 
     def ragged_layout(self) -> RaggedLayout:
         return self._recorded_layout or self._layout
