@@ -12,7 +12,7 @@ from megatron_hybrid.utils.other_names import advice
 from megatron_hybrid.version import __version__
 
 _NAMES = (
-    *("demo", "generate", "chat", "serve", "bench-serve", "explain", "profile", "plan"),
+    *("demo", "generate", "chat", "serve", "explain", "profile", "plan"),
     *("doctor", "convert", "quantize", "preprocess", "train", "info"),
 )
 COMMANDS = {

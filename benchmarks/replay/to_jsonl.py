@@ -1,5 +1,5 @@
 """`python -m benchmarks.replay.to_jsonl WORKLOAD`: the requests of a workload as JSON lines, for
-`megatron-hybrid profile` and `bench-serve`."""
+`megatron-hybrid profile`."""
 
 import argparse
 import json
