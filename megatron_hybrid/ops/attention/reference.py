@@ -294,8 +294,8 @@ def _decode(
             k, v = k[:, keys], v[:, keys]
         for edge, hidden_re11 in edges:
             # Unwritten memory may hold NaN, and 0 * NaN would reach the output.
-            k[:, edge].masked_fill_(hidden_re11, 0.0)
-            v[:, edge].masked_fill_(hidden_re11, 0.0)
+            for x in (k[:, edge], v[:, edge]):
+                x.zero_() if hidden_re11 is None else x.masked_fill_(hidden_re11, 0.0)
         # The query heads of a key/value head as its query rows: keys are read once for all.
         o = _softmax_average(
             q_rHD.view(r, K, -1, q_rHD.shape[2]),
@@ -330,8 +330,8 @@ def _decode_groups(
     Returns, for each group, its rows `[r]`, or None for all; the places in the block table of their
     m blocks `[r m]`, as of `torch.take`; the slice of their m * B keys that the tiles have (None:
     all); which of these t are visible `[r, 1, 1, t]` (bool, or numbers to add to scores); and the
-    slices of t that hold all hidden ones, each with those `[r, e, 1, 1]`. Then the place of each
-    row after all groups, None for one group of all rows.
+    slices of t that hold all hidden ones, each with those `[r, e, 1, 1]`, None: all. Then the place
+    of each row after all groups, None for one group of all rows.
     """
     starts, lengths = layout.start_positions, layout.lengths[: layout.num_steps]
     owned = [
@@ -361,7 +361,12 @@ def _decode_groups(
                 columns = np.maximum(columns, first // B)
                 edges.append(slice(0, int((first - low).max())))
             hidden_rt11 = to_device(hides[:, :, None, None], device, torch.bool)
-            hidden = [(edge, hidden_rt11[:, edge]) for edge in edges if edge.start < edge.stop]
+            is_one = len(own) == 1  # its edges hold hidden keys alone
+            hidden = [
+                (edge, None if is_one else hidden_rt11[:, edge])
+                for edge in edges
+                if edge.start < edge.stop
+            ]
             if mask_dtype == torch.bool:
                 visible = ~hides
             else:
