@@ -114,7 +114,7 @@ class PackedSource:
         Other tensors are returned as they are."""
         if (stored := self.unpacked.get(name)) is not None:
             group = math.gcd(stored.group, stored.shape[-1])
-            values = quantized(value, stored).items()
+            values = quantized(value, stored.dtypes, stored.block).items()
             found = {
                 stored.parts[part].name: stored.as_stored(part, stored.over_rows(part, v, group))
                 for part, v in values
@@ -137,7 +137,7 @@ class PackedSource:
             if (stored := self.stored.get(their_name)) is None:
                 values[their_name] = value
                 continue
-            for part, tensor in quantized(value, stored).items():
+            for part, tensor in quantized(value, stored.dtypes, stored.block).items():
                 group = self.groups[their_name]
                 values[f"{their_name}:{part}"] = stored.over_rows(part, tensor, group)
         for part_map in self._parts(tensor_map):

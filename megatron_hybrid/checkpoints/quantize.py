@@ -1,10 +1,12 @@
 """Quantization to nearest: the codes and scales of a weight in one of the formats that are read."""
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hybrid.checkpoints.packed_files import StoredWeight, in_bytes
+from megatron_hybrid.checkpoints.packed_files import in_bytes
 from megatron_hybrid.ops.packed import format_of
 
 _LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0, "fp4": 6.0}
@@ -14,16 +16,19 @@ _BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
-def quantized(weight: Tensor, stored: StoredWeight) -> dict[str, Tensor]:
+def quantized(
+    weight: Tensor, dtypes: Mapping[str, torch.dtype], block: tuple[int, int]
+) -> dict[str, Tensor]:
     """The parts of a weight as a folder would hold them, but not yet in its words
     (`PackedTensor.encode`): scales of blocks, codes of each number.
 
     Args:
-        weight: of `stored.shape`, floating point.
-        stored: how it is to be packed. Zero points are 0.
+        weight: `[.., out, in]`, floating point.
+        dtypes: of the parts. Zero points are 0.
+        block: rows and columns that share a scale; 0: all of them.
     """
-    weight, dtypes = weight.float(), stored.dtypes
-    rows, columns = stored.block[0] or weight.shape[-2], stored.group
+    weight = weight.float()
+    rows, columns = (size or whole for size, whole in zip(block, weight.shape[-2:]))
     largest = _blocks(weight, rows, columns).abs().amax((-3, -1)).clamp(min=_SMALLEST)
     kind = format_of(dtypes["codes"], dtypes["scale"]).name
     scale, parts, divisor = largest / _LARGEST[kind], {}, 1.0

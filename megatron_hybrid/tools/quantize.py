@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from megatron_hybrid.checkpoints.folder import CONFIG_FILE, CheckpointFolder, ad
 from megatron_hybrid.checkpoints.found_tensors import HEAD, FoundTensors, find_tensors
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import Layout
-from megatron_hybrid.checkpoints.packed_files import PARTS, PackedTensor, StoredWeight, in_words
+from megatron_hybrid.checkpoints.packed_files import in_words
 from megatron_hybrid.checkpoints.packed_maps import PACKABLE
 from megatron_hybrid.checkpoints.pretrained import checked_folder, load_pretrained
 from megatron_hybrid.checkpoints.quantize import fp4_divisor, quantized
@@ -41,11 +41,9 @@ from megatron_hybrid.models.packed_weight import PackedWeight, Packing, replace_
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
 from megatron_hybrid.models.sharding.tensor_sharding import cut_of
 from megatron_hybrid.ops import unpack
+from megatron_hybrid.ops.packed import format_of
 from megatron_hybrid.utils.files import write_json
 
-GROUPS = (128, 64, 32)
-"""Columns that share a scale in int4: the widest that divides most weights."""
-FP4_GROUP = 16
 _STEERING = "decays, steps and betas of recurrent layers"
 
 _SENSITIVE = ("beta", "alpha", "dt")
@@ -64,20 +62,26 @@ class Format:
     scale: torch.dtype
     method: str
     """`format` of compressed-tensors."""
-    bits: int
-    type: str
     strategy: str
-    """`num_bits`, `type` and `strategy` of its `weights`."""
+    """`strategy` of its `weights`."""
+    groups: tuple[int, ...] = ()
+    """Columns that may share a scale; none: all of a row do."""
     multiple: int = 1
-    """Number of which the columns of a weight are a multiple."""
+    """Number of which the columns of a weight are a multiple, where all of a row share a scale."""
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Dtypes of the parts of a weight."""
+        outer = {"outer": torch.float32} if self.scale == torch.float8_e4m3fn else {}
+        return {"codes": self.codes, "scale": self.scale, **outer}
 
 
 _FP8, _BF16, _FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 FORMATS = {
-    "fp8": Format(_FP8, _FP32, "float-quantized", 8, "float", "channel"),
-    "int8": Format(torch.int8, _FP32, "pack-quantized", 8, "int", "channel", multiple=4),
-    "int4": Format(torch.uint8, _BF16, "pack-quantized", 4, "int", "group"),
-    "nvfp4": Format(torch.uint8, _FP8, "nvfp4-pack-quantized", 4, "float", "tensor_group"),
+    "fp8": Format(_FP8, _FP32, "float-quantized", "channel"),
+    "int8": Format(torch.int8, _FP32, "pack-quantized", "channel", multiple=4),
+    "int4": Format(torch.uint8, _BF16, "pack-quantized", "group", (128, 64, 32)),
+    "nvfp4": Format(torch.uint8, _FP8, "nvfp4-pack-quantized", "tensor_group", (16,)),
 }
 
 
@@ -150,17 +154,15 @@ def quantize(source: str | os.PathLike, target: str | os.PathLike, to: str) -> R
                 shapes[name] = shape
                 if name in rest:
                     report.kept[_STEERING] += rest[name] * columns
-        group = _group(to, shapes.values())
+        group = _group(kind, shapes.values())
         multiple = group or kind.multiple
         chosen = {n: s for n, s in shapes.items() if s[-1] % multiple == 0}
         for name in sorted(shapes.keys() - chosen.keys()):
             reason = f"rows that are no multiple of {multiple} numbers"
             report.kept[reason] += math.prod(shapes[name])
-        stored = {n: _stored(n, s, kind, group, is_theirs) for n, s in chosen.items()}
-        has_words = is_theirs and kind.method == "pack-quantized"
-        writer = _Writer(source, stored, places, rest, report, is_theirs, has_words)
+        writer = _Writer(source, kind, group, chosen, places, report, is_theirs)
         if is_theirs:
-            values["quantization_config"] = _config(kind, group, source, stored)
+            values["quantization_config"] = _config(kind, group, source, chosen)
         for name in source.names:
             if name not in places:
                 reason = "embeddings, output layer, norms, routers, convolutions, vectors"
@@ -188,11 +190,11 @@ def pack_as(model: HybridModel, to: str) -> None:
         for name, module in model.named_modules()
         if name.startswith("decoder.") and isinstance(module, PACKABLE)
     }
-    group = _group(to, [module.weight.shape for module in layers.values()])
+    group = _group(kind, [module.weight.shape for module in layers.values()])
     for name, module in layers.items():
         columns = module.weight.shape[-1]
         if columns % (group or kind.multiple) == 0:
-            has_outer = kind.scale == torch.float8_e4m3fn
+            has_outer = "outer" in kind.dtypes
             rows = rest.get(model.canonical_name(f"{name}.weight"), 0)
             packing = Packing(kind.codes, kind.scale, group or columns, has_outer, num_rest=rows)
             replace_weight(module, PackedWeight(module.weight, packing))
@@ -223,37 +225,14 @@ def _rest_rows(model: HybridModel, given: dict[str, str] | None) -> dict[str, in
     return found
 
 
-def _group(to: str, shapes: Any) -> int:
-    """Columns that share a scale; 0: all of a row."""
-    if to == "nvfp4":
-        return FP4_GROUP
-    if to != "int4":
-        return 0
+def _group(kind: Format, shapes: Iterable[Sequence[int]]) -> int:
+    """Columns that share a scale: the widest group that divides most weights; 0: all of a row."""
     sizes = [(math.prod(shape), shape[-1]) for shape in shapes]
-    return max(GROUPS, key=lambda g: (sum(n for n, width in sizes if width % g == 0), g))
 
+    def divided(group: int) -> tuple[int, int]:
+        return sum(n for n, width in sizes if width % group == 0), group
 
-def _stored(
-    name: str, shape: tuple[int, ...], kind: Format, group: int, is_theirs: bool
-) -> StoredWeight:
-    """Lay out how a weight is stored."""
-    *lead, rows, columns = shape
-    names = {part: f"{name}.{part}" for part in PARTS}
-    packs = kind.codes == torch.uint8
-    if is_theirs:
-        codes = name if kind.method == "float-quantized" else f"{name}_packed"
-        names = {"codes": codes, "scale": f"{name}_scale", "outer": f"{name}_global_scale"}
-    sizes = {"codes": columns // 2 if packs else columns, "scale": columns // (group or columns)}
-    parts = {
-        part: PackedTensor(names[part], (*lead, rows, size), dtype)
-        for part, size, dtype in (
-            ("codes", sizes["codes"], kind.codes),
-            ("scale", sizes["scale"], kind.scale),
-        )
-    }
-    if kind.scale == torch.float8_e4m3fn:
-        parts["outer"] = PackedTensor(names["outer"], (*lead, rows, 1), torch.float32)
-    return StoredWeight(shape, parts, (1, group))
+    return max(kind.groups, key=divided, default=0)
 
 
 @dataclass(frozen=True)
@@ -335,99 +314,85 @@ class _Writer:
     """Makes the tensors of the new folder, those of a weight one after the other."""
 
     files: _Source
-    stored: dict[str, StoredWeight]
+    kind: Format
+    group: int
+    shapes: dict[str, tuple[int, ...]]
+    """Shapes of what is quantized, by names of weights: of all rows, or of the first ones."""
     places: dict[str, str]
-    rest: dict[str, int]
     report: Report
     is_theirs: bool
-    has_words: bool
-    """Whether codes lie in words of 32 bits."""
 
     def __post_init__(self) -> None:
-        self._of = {part.name: n for n, s in self.stored.items() for part in s.parts.values()}
+        self._of: dict[str, str] = {}
         self._last: tuple[str, dict[str, Tensor]] = "", {}
 
     def plan(self) -> Iterator[TensorPlan]:
         """All tensors."""
-        for name in self.files.names:
-            if name not in self.stored:
-                yield TensorPlan(name, self.files.shape(name), self.files.dtype(name))
-                continue
-            stored = self.stored[name]
-            for part, each in stored.parts.items():
-                sample = torch.empty(each.shape, dtype=each.dtype, device="meta")
-                tensor = self._in_file(part, sample)
-                yield TensorPlan(each.name, tuple(tensor.shape), tensor.dtype)
-            if rows := self.rest.get(name):
-                shape = (*stored.shape[:-2], rows, stored.shape[-1])
-                yield TensorPlan(f"{name}.rest", shape, self.files.dtype(name))
-            if self.has_words:
-                yield TensorPlan(f"{name}_shape", (len(stored.shape),), torch.int64)
+        for weight in self.files.names:
+            shape, dtype = self.files.shape(weight), self.files.dtype(weight)
+            made = self._tensors(weight, torch.empty(shape, dtype=dtype, device="meta"))
+            for name, tensor in made.items():
+                self._of[name] = weight
+                yield TensorPlan(name, tuple(tensor.shape), tensor.dtype)
 
     def make(self, name: str) -> Tensor:
-        """A tensor of the new folder."""
-        if name.endswith("_shape") and (weight := name.removesuffix("_shape")) in self.stored:
-            return torch.tensor(self.stored[weight].shape)
-        if name.endswith(".rest") and (weight := name.removesuffix(".rest")) in self.rest:
-            return self.files.read(weight)[..., -self.rest[weight] :, :]
-        if name not in self._of:
-            return self.files.read(name).contiguous()
+        """A tensor of the plan."""
         weight = self._of[name]
         if self._last[0] != weight:
-            self._last = weight, self._quantized(weight)
-        stored = self.stored[weight]
-        part = next(part for part, each in stored.parts.items() if each.name == name)
-        value = self._last[1][part]
-        if part == "outer" and not self.is_theirs:
-            value = value.expand(stored.parts[part].shape)
-        return self._in_file(part, value)
+            self._last = weight, self._tensors(weight, self.files.read(weight))
+        return self._last[1][name]
 
-    def _in_file(self, part: str, value: Tensor) -> Tensor:
-        """A part as the folder holds it."""
-        if self.has_words and part == "codes":
-            return in_words(value)
-        if self.is_theirs and part == "outer":
-            return value.flatten()[:1]
-        return value.contiguous()
+    def _tensors(self, name: str, weight: Tensor) -> dict[str, Tensor]:
+        """What the new folder has of a weight, by its names there."""
+        if (shape := self.shapes.get(name)) is None:
+            return {name: weight}
+        packed, rest = weight.split([shape[-2], weight.shape[-2] - shape[-2]], -2)
+        if not self.is_theirs:
+            experts = packed if weight.dim() > 2 else packed[None]
+            each = [self._quantized(name, expert) for expert in experts]
+            stacks = {part: torch.stack([expert[part] for expert in each]) for part in each[0]}
+            found = {f"{name}.{part}": t.view(*shape[:-1], -1) for part, t in stacks.items()}
+            return found | ({f"{name}.rest": rest} if rest.numel() else {})
+        parts = self._quantized(name, packed)
+        codes, found = parts["codes"], {f"{name}_scale": parts["scale"]}
+        if self.kind.method == "float-quantized":
+            return {name: codes, **found}
+        if "outer" in parts:  # stored as a divisor
+            found[f"{name}_global_scale"] = fp4_divisor(packed).flatten()
+            return {f"{name}_packed": codes, **found}
+        return {f"{name}_packed": in_words(codes), **found, f"{name}_shape": torch.tensor(shape)}
 
-    def _quantized(self, name: str) -> dict[str, Tensor]:
-        stored = self.stored[name]
-        weight = self.files.read(name)[..., : stored.shape[-2], :]
-        kind = self.report.quantized.setdefault(self.places[name], Kind())
-        if weight.dim() == 2:
-            parts = self._counted(weight, stored, kind)
-            if self.is_theirs and "outer" in parts:  # stored as a divisor
-                parts["outer"] = fp4_divisor(weight)
-            return parts
-        experts = [self._counted(expert, stored, kind) for expert in weight]
-        return {part: torch.stack([each[part] for each in experts]) for part in experts[0]}
-
-    def _counted(self, weight: Tensor, stored: StoredWeight, kind: Kind) -> dict[str, Tensor]:
+    def _quantized(self, name: str, weight: Tensor) -> dict[str, Tensor]:
+        """The parts of a matrix, by row; how it is rounded is counted."""
         weight = weight.float()
-        parts = quantized(weight, stored)
-        by_row = dict(parts)
+        parts = quantized(weight, self.kind.dtypes, (1, self.group))
         if "outer" in parts:
-            by_row["outer"] = parts["outer"].expand(len(weight), 1)
-        difference = unpack(**by_row, dtype=torch.float32).sub_(weight)
+            parts["outer"] = parts["outer"].expand(len(weight), 1)
+        if weight.is_meta:
+            return parts
+        difference = unpack(**parts, dtype=torch.float32).sub_(weight)
+        kind = self.report.quantized.setdefault(self.places[name], Kind())
         kind.numbers += weight.numel()
         kind.squares += weight.norm().item() ** 2
         kind.errors += difference.norm().item() ** 2
         return parts
 
 
-def _config(
-    kind: Format, group: int, files: _Source, stored: dict[str, StoredWeight]
-) -> dict[str, Any]:
+def _config(kind: Format, group: int, files: _Source, quantized: Collection[str]) -> dict[str, Any]:
     """The quantization_config, in the terms of compressed-tensors."""
     weights: dict[str, Any] = {"symmetric": True, "dynamic": False, "observer": "minmax"}
-    weights |= {"num_bits": kind.bits, "type": kind.type, "strategy": kind.strategy}
+    codes = format_of(kind.codes, kind.scale)
+    number = "float" if "fp" in codes.name else "int"
+    weights |= {"num_bits": codes.bits, "type": number, "strategy": kind.strategy}
     if group:
         weights["group_size"] = group
     # The head has no tensor of its own where it is tied.
     others = [HEAD.removesuffix(".weight")] + [
         name.removesuffix(".weight")
         for name in files.names
-        if name.endswith(".weight") and len(files.shape(name)) == 2 and name not in (*stored, HEAD)
+        if name.endswith(".weight")
+        and len(files.shape(name)) == 2
+        and name not in (*quantized, HEAD)
     ]
     return {
         "quant_method": "compressed-tensors",
