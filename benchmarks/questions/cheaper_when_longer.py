@@ -11,9 +11,9 @@ import numpy as np
 
 from benchmarks.questions.common import aligned, answer, engine_of, random_tokens, small_model
 from benchmarks.replay.geometry import GEOMETRIES
-from megatron_hybrid.tools.replay.request import Request
+from benchmarks.replay.runner import replay
+from megatron_hybrid.tools.replay.protocol import Request
 from megatron_hybrid.tools.replay.rules import BlockAligned, unified_block
-from megatron_hybrid.tools.replay.runner import replay
 
 LENGTHS = range(479, 561)
 PATTERN = "M-G-*-"

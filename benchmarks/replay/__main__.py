@@ -21,7 +21,7 @@ from benchmarks.replay.geometry import GEOMETRIES
 from benchmarks.replay.sweep import GB, Cell, run_cells
 from benchmarks.replay.workloads import WORKLOADS
 from megatron_hybrid.commands.arguments import gigabytes, whole_number
-from megatron_hybrid.tools.replay.request import Request
+from megatron_hybrid.tools.replay.protocol import Request
 
 TRACE_BUDGETS_GB = (16, 64, 256)
 CLIFF_GEOMETRY = "qwen3.5-4b"

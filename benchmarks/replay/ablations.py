@@ -10,14 +10,14 @@ from itertools import product
 from statistics import mean
 
 from benchmarks.replay.geometry import GEOMETRIES
+from benchmarks.replay.runner import replay
 from benchmarks.replay.sweep import GB
 from benchmarks.replay.table import header
 from benchmarks.replay.workloads import WORKLOADS, add_seeds
 from megatron_hybrid.cache.policy.hybrid import HybridPolicy
 from megatron_hybrid.commands.arguments import whole_number
 from megatron_hybrid.tools.replay.ours import Ours
-from megatron_hybrid.tools.replay.request import Request
-from megatron_hybrid.tools.replay.runner import replay
+from megatron_hybrid.tools.replay.protocol import Request
 
 GEOMETRY = "nemotron-h-8b"
 REPLAYED = [name for name in WORKLOADS if name != "rl-group"]

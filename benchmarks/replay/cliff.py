@@ -7,9 +7,9 @@ import numpy as np
 
 from benchmarks.replay.engines import ENGINES
 from benchmarks.replay.geometry import GEOMETRIES
+from benchmarks.replay.runner import replay
 from benchmarks.replay.workloads import draw_tokens
-from megatron_hybrid.tools.replay.request import Request
-from megatron_hybrid.tools.replay.runner import replay
+from megatron_hybrid.tools.replay.protocol import Request
 
 BUDGET_BYTES = 64e9
 """Nothing is evicted."""

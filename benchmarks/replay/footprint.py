@@ -10,9 +10,9 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 import numpy as np
 
 from benchmarks.replay.geometry import Geometry
+from benchmarks.replay.runner import Replay, replay
 from megatron_hybrid.tools.replay.ours import Ours
-from megatron_hybrid.tools.replay.request import Request
-from megatron_hybrid.tools.replay.runner import Replay, replay
+from megatron_hybrid.tools.replay.protocol import Request
 
 SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType)
 """Code: not part of a cache's memory."""

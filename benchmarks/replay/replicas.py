@@ -22,7 +22,7 @@ from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.pages.lease import Lease
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.tools.replay.ours import Ours
-from megatron_hybrid.tools.replay.request import Request
+from megatron_hybrid.tools.replay.protocol import Request
 
 GEOMETRY = "nemotron-h-8b"
 BUDGETS = slice(2)

@@ -7,8 +7,8 @@ import numpy as np
 
 from benchmarks.replay.engines import ENGINES
 from benchmarks.replay.geometry import GEOMETRIES
-from megatron_hybrid.tools.replay.request import Request
-from megatron_hybrid.tools.replay.runner import Replay, side_by_side
+from benchmarks.replay.runner import Replay, side_by_side
+from megatron_hybrid.tools.replay.protocol import Request
 from megatron_hybrid.utils.tables import GB
 
 

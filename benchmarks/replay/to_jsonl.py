@@ -7,7 +7,7 @@ import sys
 
 from benchmarks.replay.workloads import WORKLOADS
 from megatron_hybrid.commands.arguments import whole_number
-from megatron_hybrid.tools.replay.request import Request
+from megatron_hybrid.tools.replay.protocol import Request
 
 
 def to_line(request: Request) -> str:

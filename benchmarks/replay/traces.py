@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.replay.workloads import VOCABULARY, draw_tokens
 from megatron_hybrid.tools.replay.jsonl import PROMPT_FIELDS, load_jsonl, rows
-from megatron_hybrid.tools.replay.request import Request
+from megatron_hybrid.tools.replay.protocol import Request
 
 MOONCAKE_BLOCK = 512
 MOST_BLOCK_ID = 2**44 - 1

@@ -22,9 +22,9 @@ from megatron_hybrid.tools.plan import spec_of
 from megatron_hybrid.tools.replay.jsonl import load_jsonl
 from megatron_hybrid.tools.replay.lru import Ceiling
 from megatron_hybrid.tools.replay.ours import Ours
-from megatron_hybrid.tools.replay.request import Request
+from megatron_hybrid.tools.replay.protocol import Engine, Request
 from megatron_hybrid.tools.replay.rules import rules
-from megatron_hybrid.tools.replay.runner import Replay, replay
+from megatron_hybrid.utils.progress import progress
 from megatron_hybrid.utils.tables import GB
 
 OURS = "this engine, any token"
@@ -143,6 +143,7 @@ def profile(
     lengths = [len(request.prompt) for request in requests]
     ours = Ours(spec, memory_bytes)
     compared = [request for request in requests if ours.holds(len(request.prompt))]
+    compared_tokens = sum(len(request.prompt) for request in compared)
     if not compared:
         raise ValueError(
             f"none of the prompts fits into {memory_bytes / GB:.10g} GB of cache, the shortest has "
@@ -150,18 +151,17 @@ def profile(
         )
     caches: list[CacheResult] = []
 
-    def add(name: str, what: str, block_tokens: int, too_short: int, result: Replay) -> None:
-        shares = too_short / len(compared), result.skipped_share
+    def add(name: str, what: str, block_tokens: int, longest: int, engine: Engine) -> None:
+        """longest: of the prompts that are too short."""
+        too_short = sum(len(request.prompt) <= longest for request in compared)
+        shares = too_short / len(compared), _replay(compared, engine) / compared_tokens
         percents = (round(100 * share, 2) for share in shares)
         caches.append(CacheResult(name, what, block_tokens, *percents))
 
     for rule in rules(model.cache_requirements(), spec):
-        found = replay(compared, rule.build(memory_bytes))
-        too_short = sum(length <= rule.block_tokens for length in found.prompt_tokens)
-        add(rule.name, rule.what, rule.block_tokens, too_short, found)
-    result = replay(compared, ours)
-    add(OURS, "its own cache, as the engine drives it", 1, 0, result)
-    add(CEILING, "what bounds every cache from above", 1, 0, replay(compared, Ceiling()))
+        add(rule.name, rule.what, rule.block_tokens, rule.block_tokens, rule.build(memory_bytes))
+    add(OURS, "its own cache, as the engine drives it", 1, 0, ours)
+    add(CEILING, "what bounds every cache from above", 1, 0, Ceiling())
     stats = ours.cache.stats()
     lost = {reason.value: stats[f"lost_tokens_{reason.value}"] for reason in MissReason}
     lost = sorted(((n, reason) for reason, n in lost.items() if n), reverse=True)
@@ -178,5 +178,17 @@ def profile(
         caches=caches,
         lost_tokens={reason: tokens for tokens, reason in lost},
         too_large=len(requests) - len(compared),
-        compared_tokens=sum(result.prompt_tokens),
+        compared_tokens=compared_tokens,
     )
+
+
+def _replay(requests: Sequence[Request], engine: Engine) -> int:
+    """Run requests, one after the other. Returns how many tokens of their prompts are skipped."""
+    skipped = 0
+    with progress("replaying", len(requests), in_bytes=False) as advance:
+        for request in requests:
+            running = engine.begin(request.prompt, request.message_starts)
+            engine.finish(running, np.concatenate([request.prompt, request.output]))
+            skipped += running.skipped_tokens
+            advance(1)
+    return skipped

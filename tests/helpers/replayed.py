@@ -4,8 +4,8 @@ import hashlib
 
 import numpy as np
 
-from megatron_hybrid.tools.replay.request import Request
-from megatron_hybrid.tools.replay.runner import replay
+from benchmarks.replay.runner import replay
+from megatron_hybrid.tools.replay.protocol import Request
 
 
 def small_requests(seed, count=80, answer=4, known=10, least=0.0):

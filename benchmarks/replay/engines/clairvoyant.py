@@ -15,8 +15,7 @@ from math import inf
 import numpy as np
 
 from megatron_hybrid.cache.lazy_heap import LazyHeap
-from megatron_hybrid.tools.replay.protocol import Engine
-from megatron_hybrid.tools.replay.request import Request
+from megatron_hybrid.tools.replay.protocol import Engine, Request
 from megatron_hybrid.tools.replay.token_tree import Node, TokenTree
 
 _LOOK_AHEAD = 64

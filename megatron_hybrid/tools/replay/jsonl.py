@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from megatron_hybrid.tools.replay.request import Request
+from megatron_hybrid.tools.replay.protocol import Request
 from megatron_hybrid.utils.validation import Range, check_field, check_text
 
 PROMPT_FIELDS = ("prompt", "messages", "tokens", "prompt_tokens")

@@ -1,6 +1,7 @@
-"""Interface between a replay and a cache manager."""
+"""Interface between a replay and a cache manager: requests, and who takes them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -8,6 +9,23 @@ import numpy as np
 STEP_TOKENS, WINDOW_STEP_TOKENS = 8192, 2048
 """Tokens of the longest forward, the same for all engines that split prompts, vLLM's default on
 large GPUs; and with windows, where a forward holds the KV of all its tokens in all layers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One request of a trace. A trace is an iterable of these, in order of arrival."""
+
+    prompt: np.ndarray
+    """int32 [L], L >= 1; read-only, often a view shared by the requests of a session."""
+    output: np.ndarray
+    """int32 [m]: the answer; empty: not known."""
+    session: int | str
+    """Each turn of a session starts after the end of the turn before."""
+    turn: int
+    arrival: float
+    """Seconds since the trace began."""
+    message_starts: tuple[int, ...] = ()
+    """Starts of messages in the prompt, where other chats may part from it."""
 
 
 class Attempts:
@@ -29,14 +47,10 @@ class Attempts:
 class Engine(Protocol):
     """A cache manager under replay. A request begins (lookup, room, and the whole prefill, so that
     its states are there for the next request) and finishes (the whole answer, then its pins are
-    dropped). One with a method `foresee` gets all requests in advance, in order of arrival."""
-
-    def prepare(self, tokens: np.ndarray) -> Any:
-        """Convert int32 [n] to the engine's form of tokens; not timed."""
-        return tokens
+    dropped)."""
 
     def begin(self, prompt: Any, message_starts: Sequence[int] = ()) -> Any:
-        """Begin a request; prompt: from `prepare`, message_starts: of `Request`.
+        """Begin a request. prompt, message_starts: of `Request`.
 
         Returns:
             Its handle, which has `skipped_tokens`: leading tokens of the prompt that are not
@@ -44,4 +58,4 @@ class Engine(Protocol):
         """
 
     def finish(self, handle: Any, tokens: Any) -> None:
-        """Finish a request; tokens: prompt and answer, from `prepare`."""
+        """Finish a request. tokens: prompt and answer."""

@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER
 from megatron_hybrid.tools.profile import OURS, profile, read_requests
 from megatron_hybrid.tools.profile_report import render
-from megatron_hybrid.tools.replay.request import Request
+from megatron_hybrid.tools.replay.protocol import Request
 
 CONFIG = tiny_model("M*-", vocab_size=256).config
 ATTENTION = tiny_model("*-", vocab_size=256).config

@@ -9,12 +9,12 @@ from matrix import matrix_rows
 from benchmarks.replay import ablations
 from benchmarks.replay.ablations import GEOMETRY, PARTS, main
 from benchmarks.replay.geometry import GEOMETRIES
+from benchmarks.replay.runner import replay
 from benchmarks.replay.sweep import GB
 from benchmarks.replay.workloads import WORKLOADS, Workload, agent, chat, code
 from megatron_hybrid.cache.policy.flags import PolicyFlags
 from megatron_hybrid.cache.policy.hybrid import HybridPolicy
 from megatron_hybrid.tools.replay.ours import Ours
-from megatron_hybrid.tools.replay.runner import replay
 
 
 @pytest.fixture(scope="module")

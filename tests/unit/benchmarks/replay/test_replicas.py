@@ -6,10 +6,10 @@ from matrix import matrix_rows
 from benchmarks.replay import replicas
 from benchmarks.replay.geometry import GEOMETRIES
 from benchmarks.replay.replicas import RULES, skipped_percent
+from benchmarks.replay.runner import replay
 from benchmarks.replay.sweep import GB
 from benchmarks.replay.workloads import WORKLOADS, Workload
 from megatron_hybrid.tools.replay.ours import Ours
-from megatron_hybrid.tools.replay.runner import replay
 
 SMALL = {"chat": (4, 400), "agent": (16, 300)}
 """Workload -> GB, requests."""

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from replayed import check_baseline, skipped_tokens, small_requests
 
+from benchmarks.replay.runner import replay
 from megatron_hybrid.tools.replay.lru import Ceiling, LeastRecentlyUsed
-from megatron_hybrid.tools.replay.runner import replay
 
 
 class NaiveLRU:

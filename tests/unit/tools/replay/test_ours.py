@@ -5,11 +5,11 @@ import pytest
 from matrix import matrix_rows
 
 from benchmarks.replay.geometry import GEOMETRIES
+from benchmarks.replay.runner import replay
 from benchmarks.replay.workloads import WORKLOADS
 from megatron_hybrid.tools.replay.lru import Ceiling, LeastRecentlyUsed
 from megatron_hybrid.tools.replay.ours import Ours
-from megatron_hybrid.tools.replay.request import Request
-from megatron_hybrid.tools.replay.runner import replay
+from megatron_hybrid.tools.replay.protocol import Request
 
 NEMOTRON = GEOMETRIES["nemotron-h-8b"]
 

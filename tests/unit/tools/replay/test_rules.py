@@ -8,12 +8,12 @@ import pytest
 import torch
 from matrix import matrix_rows
 
+from benchmarks.replay.runner import replay
 from benchmarks.replay.workloads import WORKLOADS
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.models.mixers.base import KVShape, LayerCache, StateTensor
-from megatron_hybrid.tools.replay.request import Request
+from megatron_hybrid.tools.replay.protocol import Request
 from megatron_hybrid.tools.replay.rules import BlockAligned, OneState, rules, unified_block
-from megatron_hybrid.tools.replay.runner import replay
 
 
 def delta(value_heads, key_heads=16, dim=128):

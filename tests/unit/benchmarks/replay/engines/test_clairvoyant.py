@@ -8,8 +8,8 @@ import replayed
 from matrix import matrix_rows
 
 from benchmarks.replay.engines.clairvoyant import Clairvoyant
+from benchmarks.replay.runner import replay
 from megatron_hybrid.tools.replay.lru import Ceiling, LeastRecentlyUsed
-from megatron_hybrid.tools.replay.runner import replay
 
 STATE_BYTES = 6
 small_requests = partial(replayed.small_requests, known=4, least=0.5)

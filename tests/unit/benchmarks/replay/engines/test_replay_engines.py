@@ -6,10 +6,10 @@ from matrix import matrix_rows
 
 from benchmarks.replay.engines import ENGINES
 from benchmarks.replay.geometry import GEOMETRIES
+from benchmarks.replay.runner import replay
 from benchmarks.replay.workloads import WORKLOADS
 from megatron_hybrid.tools.replay.lru import Ceiling
-from megatron_hybrid.tools.replay.request import Request
-from megatron_hybrid.tools.replay.runner import replay
+from megatron_hybrid.tools.replay.protocol import Request
 
 NEMOTRON = GEOMETRIES["nemotron-h-8b"]
 INSTALLED = [name for name, entry in ENGINES.items() if entry.installed]

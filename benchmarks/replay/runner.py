@@ -1,4 +1,8 @@
-"""replay: runs a trace through engines, one request at a time or several in flight."""
+"""replay: runs a trace through engines, one request at a time or several in flight.
+
+An engine with a method `foresee` gets all requests in advance, in order of arrival; one with a
+method `prepare` makes its own form of tokens (int32 [n]), which is not timed.
+"""
 
 import gc
 from collections import deque
@@ -11,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hybrid.tools.replay.protocol import Engine
-from megatron_hybrid.tools.replay.request import Request
+from megatron_hybrid.tools.replay.protocol import Engine, Request
 from megatron_hybrid.utils.progress import progress
 
 TURN = 50
@@ -73,6 +76,7 @@ class _Run:
     def __init__(self, engine: Engine, in_flight: int):
         self.result = Replay()
         self._engine = engine
+        self._prepare = getattr(engine, "prepare", lambda tokens: tokens)
         self._in_flight = in_flight
         self._running: deque[tuple[int, Request, Any]] = deque()
 
@@ -83,7 +87,7 @@ class _Run:
             other.session == request.session for _, other, _ in self._running
         ):
             self._finish_oldest()
-        prompt = self._engine.prepare(request.prompt)
+        prompt = self._prepare(request.prompt)
         total = 0.0
         while True:
             handle, seconds = timed(self._engine.begin, prompt, request.message_starts)
@@ -105,7 +109,7 @@ class _Run:
 
     def _finish_oldest(self) -> None:
         index, request, handle = self._running.popleft()
-        tokens = self._engine.prepare(np.concatenate([request.prompt, request.output]))
+        tokens = self._prepare(np.concatenate([request.prompt, request.output]))
         _, seconds = timed(self._engine.finish, handle, tokens)
         self.result.seconds[index] += seconds
 

@@ -6,9 +6,8 @@ from itertools import count
 import numpy as np
 import pytest
 
-from megatron_hybrid.tools.replay.protocol import Attempts, Engine
-from megatron_hybrid.tools.replay.request import Request
-from megatron_hybrid.tools.replay.runner import TURN, replay, side_by_side, timed
+from benchmarks.replay.runner import TURN, replay, side_by_side, timed
+from megatron_hybrid.tools.replay.protocol import Attempts, Engine, Request
 
 
 class Recorder(Engine):
@@ -58,7 +57,7 @@ def test_order(sessions, in_flight, room, order):
 
 def test_refused_attempts_are_timed_too(monkeypatch):
     clock = count()  # a second for each call
-    monkeypatch.setattr("megatron_hybrid.tools.replay.runner.thread_time", lambda: next(clock))
+    monkeypatch.setattr("benchmarks.replay.runner.thread_time", lambda: next(clock))
     result = replay(requests(*"abcd"), Recorder(room=2), in_flight=3)
     assert result.seconds == [2, 2, 3, 3]
 
