@@ -38,8 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     import json
 
-    from megatron_hybrid.tools.profile import profile, read_requests
-    from megatron_hybrid.tools.profile_report import render
+    from megatron_hybrid.tools.profile import profile, read_requests, render
     from megatron_hybrid.utils.tables import GB
 
     config = planned_config(options.model)

@@ -11,8 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER
-from megatron_hybrid.tools.profile import OURS, profile, read_requests
-from megatron_hybrid.tools.profile_report import render
+from megatron_hybrid.tools.profile import OURS, profile, read_requests, render
 from megatron_hybrid.tools.replay.protocol import Request
 
 CONFIG = tiny_model("M*-", vocab_size=256).config
