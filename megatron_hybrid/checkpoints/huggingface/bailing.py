@@ -8,10 +8,12 @@ from typing import Any
 from megatron_hybrid.checkpoints.huggingface import deepseek_v3, fields, tensors
 from megatron_hybrid.checkpoints.huggingface.base import TensorMap, TensorNames
 from megatron_hybrid.checkpoints.huggingface.layouts import joined
-from megatron_hybrid.checkpoints.huggingface.phi3 import joined_qkv
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
-_HEAD_NORMS = {"q": "query_layernorm", "k": "key_layernorm"}
+_HEAD_NORMS = ("query_layernorm", "key_layernorm")
+_attention = partial(
+    tensors.attention, joined_qkv="query_key_value", output="dense", norms=_HEAD_NORMS
+)
 
 
 def _lightning(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
@@ -19,14 +21,8 @@ def _lightning(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorM
     width = config.linear_num_key_heads * config.linear_key_head_dim
     projections = (f"{theirs}.g_proj.weight", f"{theirs}.query_key_value.weight")
     yield TensorMap((f"{ours}.in_proj.weight",), projections, joined((width, 3 * width)))
-    norms = {f"{own}_norm": name for own, name in _HEAD_NORMS.items()}
+    norms = dict(zip(("q_norm", "k_norm"), _HEAD_NORMS))
     yield from tensors.weights(ours, theirs, norms | {"norm": "g_norm", "out_proj": "dense"})
-
-
-def _attention(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    yield from joined_qkv(config, ours, theirs, "query_key_value", "dense")
-    norms = {f"{own}_layernorm": name for own, name in _HEAD_NORMS.items()}
-    yield from tensors.weights(ours, theirs, norms)
 
 
 def _lightning_fields(hf: Mapping[str, Any], mixers: str) -> dict[str, Any]:

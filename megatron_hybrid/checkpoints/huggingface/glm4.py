@@ -6,7 +6,6 @@ from typing import Any
 from megatron_hybrid.checkpoints.huggingface import fields, tensors
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorNames
 from megatron_hybrid.checkpoints.huggingface.deepseek_v3 import DeepseekV3
-from megatron_hybrid.checkpoints.huggingface.phi3 import joined_mlp
 
 
 class Glm4(Adapter):
@@ -14,7 +13,7 @@ class Glm4(Adapter):
 
     model_types = ("glm4",)
     names = TensorNames(
-        {**tensors.TRANSFORMER, "-": ("mlp", joined_mlp)},
+        {**tensors.TRANSFORMER, "-": ("mlp", tensors.joined_mlp)},
         post_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
     )
 

@@ -7,6 +7,7 @@ from megatron_hybrid.checkpoints.huggingface.layouts import (
     SAME,
     Layout,
     TensorMap,
+    chained,
     grouped,
     grouped_with_gates,
     joined,
@@ -121,6 +122,7 @@ def attention(
     ours: str,
     theirs: str,
     *,
+    joined_qkv: str | None = None,
     output: str = "o_proj",
     norms: Sequence[str] = ("q_norm", "k_norm"),
     sinks: str = "sinks",
@@ -131,6 +133,8 @@ def attention(
         config: that of the layer (`HybridConfig.for_layer`).
         ours: prefix, such as "decoder.layers.0.self_attention".
         theirs: prefix, such as "model.layers.0.self_attn".
+        joined_qkv: what they call the projection that is q_proj, k_proj and v_proj in one; None:
+            these are apart.
         output: what they call o_proj.
         norms: what they call q_norm and k_norm.
         sinks: what they call those of a learnt softmax.
@@ -146,8 +150,13 @@ def attention(
         gates = [heads_per_group] * len(gate)
         rows = [heads_per_group * head_dim, *gates, *widths]
         layout = grouped(rows, groups)
-    for kind in kinds_of_qkv(config):
-        projections = tuple(f"{theirs}.{name}_proj.{kind}" for name in f"q{gate}{names[1:]}")
+        if joined_qkv is not None:
+            layout = chained(joined([groups * size for size in rows]).inverse, layout)
+    has_bias = config.add_bias_linear or config.add_qkv_bias
+    for kind in ("weight", "bias") if has_bias else ("weight",):
+        apart = (f"{name}_proj" for name in f"q{gate}{names[1:]}")
+        inputs = apart if joined_qkv is None else (joined_qkv,)
+        projections = tuple(f"{theirs}.{name}.{kind}" for name in inputs)
         yield TensorMap((f"{ours}.linear_qkv.{kind}",), projections, layout)
     yield same(f"{ours}.linear_proj.weight", f"{theirs}.{output}.weight")
     if config.has_attention_output_bias:
@@ -157,11 +166,6 @@ def attention(
             yield same(f"{ours}.{name}_layernorm.weight", f"{theirs}.{norm}.weight")
     if config.softmax_type == "learnable":
         yield same(f"{ours}.core_attention.softmax_offset", f"{theirs}.{sinks}")
-
-
-def kinds_of_qkv(config: HybridConfig) -> tuple[str, ...]:
-    """What a projection of queries, keys and values is made of."""
-    return ("weight", "bias") if config.add_bias_linear or config.add_qkv_bias else ("weight",)
 
 
 def latent_attention(
@@ -207,6 +211,10 @@ def mlp(
         else:
             yield same(f"{ours}.linear_fc1.{kind}", f"{theirs}.{up}.{kind}")
         yield same(f"{ours}.linear_fc2.{kind}", f"{theirs}.{down}.{kind}")
+
+
+joined_mlp = modules(linear_fc1="gate_up_proj", linear_fc2="down_proj")
+"""A gated MLP whose gate_proj and up_proj are one on both sides."""
 
 
 def delta_rule(

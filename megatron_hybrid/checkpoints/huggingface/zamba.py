@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 from megatron_hybrid.checkpoints.huggingface import fields, tensors
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import alternating, reshaped, same
-from megatron_hybrid.checkpoints.huggingface.phi3 import joined_mlp
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.layer_pattern import SHARED_BLOCKS
 
@@ -110,7 +109,7 @@ class Zamba2(Zamba):
     symbols: ClassVar = {"linear_attention": "M", "mamba": "M", "hybrid": "Z"}
     block = "shared_transformer"
     mamba_tensors = staticmethod(tensors.mamba2)
-    mlp_tensors = staticmethod(joined_mlp)
+    mlp_tensors = staticmethod(tensors.joined_mlp)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         fields.only(hf, add_bias_linear=False, use_conv_bias=True)

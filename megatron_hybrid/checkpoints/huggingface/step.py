@@ -1,12 +1,58 @@
-"""Step 3.5 and 3.7 (text): more heads in windows, a gate for each, and limits of activations."""
+"""StepFun's Step 3 (text): queries of low rank over one key/value head, and experts with a shared
+one (arXiv 2507.19427; MFA: 2412.19255). transformers has no class for it: names as in vLLM. Step
+3.5 and 3.7 (text): more heads in windows, a gate for each, and limits of activations."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface import fields, tensors
-from megatron_hybrid.checkpoints.huggingface.base import TensorNames
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap, TensorNames
 from megatron_hybrid.checkpoints.huggingface.deepseek_v3 import DeepseekV3
-from megatron_hybrid.checkpoints.huggingface.step3 import KEYS
+from megatron_hybrid.checkpoints.huggingface.layouts import joined
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
+
+_KEYS = {
+    "num_attention_groups": "num_key_value_heads",
+    "moe_num_experts": "n_routed_experts",
+    "moe_top_k": "num_experts_per_tok",
+    "moe_router_scaling_factor": "routed_scaling_factor",
+}
+"""Keys of StepFun's files -> those of transformers, or of DeepSeek-V3."""
+_QUERIES = {"linear_q_down_proj": "q_proj", "latent_norm": "inter_norm", "linear_q_up_proj": "wq"}
+
+
+def _attention(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    keys_values = f"{theirs}.k_proj.weight", f"{theirs}.v_proj.weight"
+    yield TensorMap((f"{ours}.linear_qkv.weight",), keys_values, joined((config.kv_channels,) * 2))
+    yield from tensors.weights(ours, theirs, {**_QUERIES, "linear_proj": "o_proj"})
+
+
+class Step3(Adapter):
+    """`Step3TextForCausalLM`, and the language model of `Step3VLForConditionalGeneration`."""
+
+    model_types = ("step3_text",)
+    composite_types = ("step3_vl",)
+    names = TensorNames(
+        {
+            **tensors.TRANSFORMER,
+            "*": ("self_attn", _attention),
+            "E": ("", tensors.moe_by_projection),
+        }
+    )
+    ignored = (r"(vision_model|vit_downsampler2?|vit_large_projector)\..*",)
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        fields.only(hf, num_attention_groups=1)
+        left_out = {"head_dim": 256, "rms_norm_eps": 1e-5, "moe_layers_enum": [*range(4, 60)]}
+        hf = fields.renamed({"num_attention_groups": 1, **left_out, **hf}, _KEYS)
+        return {
+            **fields.transformer(hf, mlps=fields.enumerated_mlps(hf), base=500000.0),
+            "query_rank": hf.get("share_q_dim", 2048) or hf["head_dim"],
+            **fields.experts(hf, 48, 3, "moe_intermediate_size"),
+            "moe_router_pre_softmax": not hf.get("norm_expert_weight", False),
+            "moe_shared_expert_intermediate_size": hf.get("share_expert_dim", 5120),
+        }
+
 
 _LEFT_OUT = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
 _LEFT_OUT |= {"n_routed_experts": 288, "num_experts_per_tok": 8, "moe_intermediate_size": 1280}
@@ -26,7 +72,7 @@ class Step3p5(DeepseekV3):
     ignored = (r"(vision_model|vit_large_projector)\..*",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        hf = fields.renamed({**_LEFT_OUT, **hf}, KEYS)
+        hf = fields.renamed({**_LEFT_OUT, **hf}, _KEYS)
         fields.only(hf, attention_bias=False, mlp_bias=False, use_head_wise_attn_gate=True)
         fields.only(hf, moe_router_activation="sigmoid", use_moe_router_bias=True)
         fields.only(hf, norm_expert_weight=True, use_qk_norm=True, use_rope_layers=(None, []))

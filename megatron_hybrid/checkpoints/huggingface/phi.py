@@ -1,19 +1,37 @@
-"""Phi-4-mini-flash (SambaY, arXiv 2507.06607): Mamba-1 and differential attention, then layers that
-read the memory of one Mamba-1 layer, or the keys and values of one attention layer."""
+"""Phi-3 and Phi-4: Llama with joined projections. Phi-4-mini-flash (SambaY, arXiv 2507.06607):
+Mamba-1 and differential attention, then layers that read the memory of one Mamba-1 layer, or the
+keys and values of one attention layer."""
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface import fields, tensors
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap, TensorNames
 from megatron_hybrid.checkpoints.huggingface.layouts import same
-from megatron_hybrid.checkpoints.huggingface.phi3 import joined_qkv
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+
+_joined_qkv = partial(tensors.attention, joined_qkv="qkv_proj")
+
+
+class Phi3(Adapter):
+    """`Phi3ForCausalLM`."""
+
+    model_types = ("phi3",)
+    names = TensorNames(
+        {**dict.fromkeys("*W", ("self_attn", _joined_qkv)), "-": ("mlp", tensors.joined_mlp)}
+    )
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        mixers = fields.windows_everywhere(hf)
+        found = fields.transformer({"rms_norm_eps": 1e-5, **hf}, mixers, partial=True)
+        fields.only(found.get("rotary_scaling", {}), rope_type="default")  # it means LongRoPE
+        return found
 
 
 def _attention(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    yield from joined_qkv(config, ours, theirs, "Wqkv", "out_proj")
+    yield from tensors.attention(config, ours, theirs, joined_qkv="Wqkv", output="out_proj")
     for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "subln.weight"):
         yield same(f"{ours}.differential.{name}", f"{theirs}.inner_cross_attn.{name}")
 
