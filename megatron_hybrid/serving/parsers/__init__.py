@@ -11,8 +11,13 @@ from megatron_hybrid.serving.parsers.choice import (
     shown_tool_parser,
     style_of,
 )
-from megatron_hybrid.serving.parsers.parts import AnswerPart, Content, Reasoning, ToolCall
-from megatron_hybrid.serving.parsers.reasoning_format import ReasoningFormat
+from megatron_hybrid.serving.parsers.dialect import (
+    AnswerPart,
+    Content,
+    Reasoning,
+    ReasoningFormat,
+    ToolCall,
+)
 
 __all__ = [
     "REASONING_PARSERS",

@@ -2,14 +2,24 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+from uuid import uuid4
 
 from megatron_hybrid.serving.parsers.block import Block
 from megatron_hybrid.serving.parsers.brackets import any_of
-from megatron_hybrid.serving.parsers.dialect import JSON_OPENERS, Call, Dialect, Pieces, begins_with
+from megatron_hybrid.serving.parsers.dialect import (
+    JSON_OPENERS,
+    AnswerPart,
+    Content,
+    Dialect,
+    Pieces,
+    Reasoning,
+    ReasoningFormat,
+    ToolCall,
+    begins_with,
+)
 from megatron_hybrid.serving.parsers.json_text import BETWEEN
-from megatron_hybrid.serving.parsers.parts import AnswerPart, Content, Reasoning, ToolCall, new_id
-from megatron_hybrid.serving.parsers.reasoning_format import ReasoningFormat
 
 _SPACE = re.compile(r"\s*")
 _MAX_REREAD = 1 << 20
@@ -56,7 +66,7 @@ class AnswerParser:
         self._was_closed = False  # by a mark, what was said
         self._in_thought = is_thinking
         self._skips_space = is_thinking
-        self._late: list[Call] = []  # that were written inside of reasoning
+        self._late: list[ToolCall] = []  # that were written inside of reasoning
         self._late_texts: list[str] = []  # they, and more reasoning
         self._may_be_bare = bool(self._tools and dialect.bare)
         self._ids: set[str] = set()  # that the model gave
@@ -175,7 +185,7 @@ class AnswerParser:
         written, self._at = self._held[self._at : stop], stop
         self._searched = stop
         self._reread += max(0, cost - len(written))
-        calls = [each for each in pieces if isinstance(each, Call)]
+        calls = [each for each in pieces if isinstance(each, ToolCall)]
         # Without an end mark others may follow, alone.
         goes_on = self._may_be_bare or (bool(calls) and not self._dialect.end)
         may_be_bare = bool(pieces) and goes_on
@@ -187,7 +197,7 @@ class AnswerParser:
             self._gap, self._space, self._skips_space = self._gap + self._space, "", True
             yield from self._thought()
             for each in pieces:
-                yield from self._called([each]) if isinstance(each, Call) else self._said(each)
+                yield from self._called([each]) if isinstance(each, ToolCall) else self._said(each)
             self._skips_space = True
         else:
             yield from self._said(written)
@@ -223,13 +233,15 @@ class AnswerParser:
         self._may_be_bare, self._has_content, self._gap = False, True, ""
         return self._thought() + ([] if self._must_call else [Content(text)])
 
-    def _called(self, calls: Sequence[Call]) -> Iterator[ToolCall]:
-        for name, arguments, id in calls:
+    def _called(self, calls: Sequence[ToolCall]) -> Iterator[ToolCall]:
+        for call in calls:
             if self.num_calls == self._max_calls:
                 return
-            given = id if id and id not in self._ids else new_id(self._dialect.num_id_chars)
-            self._ids.add(given)
-            yield ToolCall(self.num_calls, name, arguments, given)
+            id, length = call.id, self._dialect.num_id_chars
+            if not id or id in self._ids:
+                id = uuid4().hex[:length] if length else f"call_{uuid4().hex[:24]}"
+            self._ids.add(id)
+            yield replace(call, id=id, index=self.num_calls)
             self.num_calls += 1
 
 

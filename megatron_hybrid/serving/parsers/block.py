@@ -4,9 +4,9 @@ from megatron_hybrid.serving.parsers.brackets import JSON_QUOTES, Brackets, any_
 from megatron_hybrid.serving.parsers.dialect import (
     FENCE,
     JSON_OPENERS,
-    Call,
     Dialect,
     Pieces,
+    ToolCall,
     Tools,
     json_calls,
 )
@@ -108,6 +108,6 @@ class Block:
         found = any_of(self._ends).search(text, self._start, after) if self._ends else None
         stop = after if found is None else found.start()
         pieces = self._dialect.mended(text[self._start : stop], self._tools, found is not None)
-        if not any(isinstance(each, Call) for each in pieces or ()):
+        if not any(isinstance(each, ToolCall) for each in pieces or ()):
             return self.no_call, []
         return after if found is None else self._after(stop, found[0]), pieces

@@ -7,21 +7,18 @@ from typing import Any
 from megatron_hybrid.serving.parsers import (
     gemma,
     harmony,
-    headed_json,
     json_dialects,
     mistral,
     pythonic,
-    reasoning_format,
     tagged_parameters,
 )
 from megatron_hybrid.serving.parsers.answer_parser import AnswerParser
-from megatron_hybrid.serving.parsers.dialect import Dialect
-from megatron_hybrid.serving.parsers.reasoning_format import ReasoningFormat
+from megatron_hybrid.serving.parsers.dialect import Dialect, ReasoningFormat
 
 TOOL_PARSERS: dict[str, Dialect] = {
     "cohere_command4": json_dialects.COHERE,
-    "deepseek_v3": headed_json.DEEPSEEK_V3,
-    "deepseek_v31": headed_json.DEEPSEEK_V31,
+    "deepseek_v3": json_dialects.DEEPSEEK_V3,
+    "deepseek_v31": json_dialects.DEEPSEEK_V31,
     "deepseek_v32": tagged_parameters.DEEPSEEK_V32,
     "deepseek_v4": tagged_parameters.DEEPSEEK_V4,
     "ernie45": json_dialects.HERMES,
@@ -34,7 +31,7 @@ TOOL_PARSERS: dict[str, Dialect] = {
     "hermes": json_dialects.HERMES,
     "hunyuan_a13b": json_dialects.JAMBA,
     "jamba": json_dialects.JAMBA,
-    "kimi_k2": headed_json.KIMI_K2,
+    "kimi_k2": json_dialects.KIMI_K2,
     "lfm2": pythonic.LFM2,
     "llama3_json": json_dialects.LLAMA3_JSON,
     "llama4_json": json_dialects.LLAMA4_JSON,
@@ -55,10 +52,22 @@ TOOL_PARSERS: dict[str, Dialect] = {
     "xlam": json_dialects.XLAM,
 }
 """Dialects by their names for `--tool-call-parser`."""
+TAGS = ReasoningFormat("<think>", "</think>")
 REASONING_PARSERS: dict[str, ReasoningFormat | None] = {
-    **reasoning_format.STYLES,
+    "cohere_command4": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),
+    "deepseek_r1": ReasoningFormat("<think>", "</think>", always=True),
+    "deepseek_v3": TAGS,
+    "gemma4": ReasoningFormat("<|channel>thought\n", "<channel|>"),
+    "glm45": TAGS,
+    "kimi_k2": TAGS,
+    "minimax_m2": TAGS,
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "nemotron_v3": TAGS,
     "none": None,
+    "olmo3": TAGS,
     "openai_gptoss": harmony.THOUGHTS,
+    "qwen3": TAGS,
+    "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
 }
 """Formats by their names for `--reasoning-parser`."""
 _JSON_SIGN = '"parameters": dictionary of argument'
@@ -140,4 +149,5 @@ def style_of(template: str | None, tool_parser: str = "", reasoning_parser: str 
         return Style(dialect, REASONING_PARSERS[reasoning_parser])
     if dialect is harmony.OPENAI:
         return Style(dialect, harmony.THOUGHTS)
-    return Style(dialect, reasoning_format.thoughts_of(template))
+    formats = filter(None, (TAGS, *REASONING_PARSERS.values()))
+    return Style(dialect, next((each for each in formats if each.open.strip() in template), None))

@@ -1,10 +1,10 @@
-"""Dialect: how a family of models writes calls of functions."""
+"""Dialect: how a family of models writes calls of functions; and the parts of an answer."""
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_hybrid.serving.parsers import json_text
 from megatron_hybrid.serving.parsers.brackets import JSON_QUOTES
@@ -20,18 +20,51 @@ Tools = Mapping[str, Json]
 """Functions that may be called, as in OpenAI's requests, by name."""
 
 
-class Call(NamedTuple):
-    """A call of a function."""
+@dataclass(frozen=True)
+class Reasoning:
+    """More of it."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Content:
+    """More of what is said to the user."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A whole call."""
 
     name: str
     arguments: str
-    """The JSON of an object."""
-    id: str = ""
-    """Id that the model gave it; "": none."""
+    """JSON, of an object, as the model wrote it if it wrote JSON."""
+    id: str = field(default="", compare=False)
+    """That the model gave it, or, in an answer, a new one; "": none."""
+    index: int = 0
+    """Among the calls of an answer."""
+
+    def to_json(self) -> Json:
+        """Return the call as OpenAI's messages have it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
 
 
-Pieces = list[Call | str]
+AnswerPart = Reasoning | Content | ToolCall
+Pieces = list[ToolCall | str]
 """Calls, and what else was written among them."""
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """Marks around reasoning."""
+
+    open: str
+    close: str
+    always: bool = False
+    """Every answer begins inside of reasoning, also where the prompt does not open it."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +167,7 @@ def json_calls(text: str, tools: Tools, may_be_cut: bool = False) -> Pieces | No
         return None
 
 
-def checked(name: str, arguments: str, tools: Tools, id: str = "") -> Call:
+def checked(name: str, arguments: str, tools: Tools, id: str = "") -> ToolCall:
     """A call whose arguments are JSON.
 
     Raises:
@@ -143,10 +176,12 @@ def checked(name: str, arguments: str, tools: Tools, id: str = "") -> Call:
     if name not in tools:
         raise ValueError(f"there is no function {name}")
     arguments = "{}" if arguments.strip() in ("", '""', "null") else arguments
-    return Call(name, json_text.object_text(arguments), id)
+    return ToolCall(name, json_text.object_text(arguments), id)
 
 
-def call_or_text(name: str, arguments: str, tools: Tools, text: str, id: str = "") -> Call | str:
+def call_or_text(
+    name: str, arguments: str, tools: Tools, text: str, id: str = ""
+) -> ToolCall | str:
     """A call if it is right, else its text."""
     try:
         return checked(name, arguments, tools, id)
@@ -154,7 +189,7 @@ def call_or_text(name: str, arguments: str, tools: Tools, text: str, id: str = "
         return text
 
 
-def _json_call(text: str, tools: Tools) -> Call | str:
+def _json_call(text: str, tools: Tools) -> ToolCall | str:
     try:
         members = json_text.members(text)
         if not members.keys() - {"id", "type", "function"}:

@@ -9,9 +9,15 @@ from dataclasses import dataclass
 
 from megatron_hybrid.serving.parsers.answer_parser import AnswerParser, end_without
 from megatron_hybrid.serving.parsers.brackets import Brackets
-from megatron_hybrid.serving.parsers.dialect import Dialect, Json, checked, json_schema, repeated
-from megatron_hybrid.serving.parsers.parts import AnswerPart
-from megatron_hybrid.serving.parsers.reasoning_format import ReasoningFormat
+from megatron_hybrid.serving.parsers.dialect import (
+    AnswerPart,
+    Dialect,
+    Json,
+    ReasoningFormat,
+    checked,
+    json_schema,
+    repeated,
+)
 
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")

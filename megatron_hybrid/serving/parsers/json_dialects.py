@@ -5,9 +5,16 @@ https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/, .../llama4/
 ai21labs/AI21-Jamba-1.5-Mini (also Hunyuan), MiniMaxAI/MiniMax-M1-40k,
 ibm-granite/granite-3.1-8b-instruct, microsoft/Phi-4-mini-instruct, Salesforce/Llama-xLAM-2-8b-fc-r,
 nvidia/NVIDIA-Nemotron-Nano-9B-v2 (Nemotron 3 writes as Qwen3-Coder does), Cohere's Command A.
+
+Or after a name, several in a section. DeepSeek V3, R1 and V3.1: chat templates of
+deepseek-ai/DeepSeek-V3, deepseek-ai/DeepSeek-R1 and deepseek-ai/DeepSeek-V3.1. Kimi K2: the guide
+to its calls in moonshotai/Kimi-K2-Instruct.
 """
 
-from megatron_hybrid.serving.parsers.dialect import TaggedJson
+import re
+from dataclasses import replace
+
+from megatron_hybrid.serving.parsers.dialect import HeadedJson, TaggedJson
 
 _CALL, _PARAMETERS = '{"name": "', '"name": {}, "parameters": '
 COHERE = TaggedJson(
@@ -31,3 +38,34 @@ MINIMAX_M1 = TaggedJson("<tool_calls>", "</tool_calls>", gap="\n")
 NEMOTRON_JSON = TaggedJson("<TOOLCALL>", "</TOOLCALL>", is_list=True)
 PHI4_MINI = TaggedJson("functools", is_list=True)
 XLAM = TaggedJson(bare="[", is_list=True)
+
+_SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
+_OPEN, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
+
+DEEPSEEK_V31 = HeadedJson(
+    *_SECTION,
+    openers=(_OPEN,),
+    inner=(_OPEN, _SEP, _END),
+    head=re.compile(rf"{_OPEN}(?P<name>[^\s<]+){_SEP}"),
+    write=lambda name: (f"{_OPEN}{name}{_SEP}", _END),
+)
+DEEPSEEK_V3 = replace(
+    DEEPSEEK_V31,
+    head=re.compile(rf"{_OPEN}function{_SEP}(?P<name>[^\s<]+)(?=[\s<])"),
+    write=lambda name: (f"{_OPEN}function{_SEP}{name}\n```json\n", f"\n```{_END}"),
+    gap="\n",
+)
+_KIMI = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+KIMI_K2 = HeadedJson(
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    also=_KIMI[:1],
+    openers=_KIMI[:1],
+    inner=_KIMI,
+    head=re.compile(
+        rf"{re.escape(_KIMI[0])}\s*(?P<id>(?:functions\.)?(?P<name>[^\s<]+?)(?::\d+)?)\s*"
+        rf"{re.escape(_KIMI[1])}\s*"
+    ),
+    write=lambda name: (f"{_KIMI[0]}functions.{name}:", _KIMI[2]),
+    numbered=_KIMI[1],
+)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from megatron_hybrid.serving.parsers import python_calls
 from megatron_hybrid.serving.parsers.brackets import PYTHON_QUOTES
 from megatron_hybrid.serving.parsers.dialect import (
-    Call,
     Dialect,
     Json,
     Pieces,
+    ToolCall,
     Tools,
     checked,
     joined,
@@ -42,7 +42,7 @@ class Pythonic(Dialect):
             pieces = self.inside(python_calls.with_quotes_escaped(text), tools)
         except ValueError:
             pieces = None
-        if pieces and all(isinstance(each, Call) for each in pieces):
+        if pieces and all(isinstance(each, ToolCall) for each in pieces):
             return pieces
         found = python_calls.calls(text, may_be_cut=True)
         if found is None:
@@ -64,7 +64,7 @@ class Pythonic(Dialect):
         return sequence(self.marks[0] + around[0], calls, around[1] + self.marks[1])
 
 
-def _call(name: str, arguments: str, written: str, tools: Tools) -> Call | str:
+def _call(name: str, arguments: str, written: str, tools: Tools) -> ToolCall | str:
     try:
         return checked(name, python_calls.arguments_json(arguments), tools)
     except ValueError:

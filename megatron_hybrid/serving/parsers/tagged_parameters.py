@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_hybrid.serving.parsers.dialect import (
-    Call,
     Dialect,
     Json,
     Pieces,
+    ToolCall,
     Tools,
     json_calls,
     optional,
@@ -117,7 +117,7 @@ class TaggedParameters(Dialect):
         if stop < 0:
             return None
         calls, after = json_calls(text[opened.end() : stop], tools), stop + len(self.inner[-1])
-        if not any(isinstance(each, Call) for each in calls or ()):
+        if not any(isinstance(each, ToolCall) for each in calls or ()):
             calls = [text[at:after]]
         return calls, _SPACE.match(text, after).end()
 
@@ -220,13 +220,13 @@ class TaggedParameters(Dialect):
 
 def _call(
     name: str, found: Mapping[str, str | None] | None, tools: Tools, written: str
-) -> Call | str:
+) -> ToolCall | str:
     """found: the JSON of each parameter; None: it is left out; instead of all: there is no call."""
     if found is None:
         return written
     given = {each: value for each, value in found.items() if value is not None}
     members = (f"{json.dumps(each, ensure_ascii=False)}: {v}" for each, v in given.items())
-    return Call(name, "{" + ", ".join(members) + "}") if name in tools else written
+    return ToolCall(name, "{" + ", ".join(members) + "}") if name in tools else written
 
 
 QWEN3_CODER = TaggedParameters(

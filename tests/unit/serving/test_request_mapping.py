@@ -6,7 +6,7 @@ from model_answers import TOOLS
 
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.fields import ChatFields, CompletionFields
-from megatron_hybrid.serving.parsers.reasoning_format import STYLES, TAGS
+from megatron_hybrid.serving.parsers import REASONING_PARSERS
 from megatron_hybrid.serving.request_mapping import chat_prompt, completion_prompts, is_thinking
 from megatron_hybrid.text.tokenizer import Tokenizer
 
@@ -48,11 +48,14 @@ def test_an_answer_may_begin_in_thought(tokenizer):
     for thinks in (False, True):
         fields = ChatFields(messages=[USER], chat_template_kwargs={"thinks": thinks})
         prompt = chat_prompt(tokenizer, fields)
-        assert is_thinking(tokenizer, fields, TAGS, prompt) is thinks
-        assert is_thinking(tokenizer, fields, STYLES["deepseek_r1"], prompt) is True
+        assert is_thinking(tokenizer, fields, REASONING_PARSERS["qwen3"], prompt) is thinks
+        assert is_thinking(tokenizer, fields, REASONING_PARSERS["deepseek_r1"], prompt) is True
     said = {"role": "assistant", "content": "<think>hm</think>"}
     fields = ChatFields(messages=[USER, said], continue_final_message=True)
-    assert is_thinking(tokenizer, fields, TAGS, chat_prompt(tokenizer, fields)) is None
+    assert (
+        is_thinking(tokenizer, fields, REASONING_PARSERS["qwen3"], chat_prompt(tokenizer, fields))
+        is None
+    )
 
 
 def test_a_last_message_is_continued(tokenizer):
