@@ -312,17 +312,63 @@ class Answer:
 
 
 class EventAnswer:
-    """An answer whose events say their types, and which takes the outputs of its stream itself."""
+    """The answer to one request in another form: items, whole or as events that say their types. It
+    takes the outputs of its stream itself.
+
+    Args:
+        answer: the same to a chat.
+    """
 
     end_mark = b""
+
+    def __init__(self, answer: Answer):
+        self._answer, self._parser = answer, answer.parser()
+        self._items: list[Json] = []
+        self._open: type[AnswerPart] | None = None  # the kind of the last item, while it grows
+        self._reasoning, self._has_begun = "", False
+
+    def whole(self, results: Sequence[GenerationResult]) -> Json:
+        """The body. results: one."""
+        (result,) = results
+        self._grow(result, result)
+        return self._body(result.prefix, len(result.token_ids))
 
     def growing(self, number: int) -> list[Self]:
         """See `Answer.growing`."""
         return [self]
 
+    def add(self, output: RequestOutput) -> bytes:
+        """The events of what a step added."""
+        events = [] if self._has_begun else self._begin(output.prefix)
+        self._has_begun = True
+        return b"".join(map(self.encode, [*events, *self._grow(output, output.result)]))
+
     def encode(self, event: Json) -> bytes:
         """A server-sent event."""
         return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_json(event))
+
+    def _grow(
+        self, said: GenerationResult | RequestOutput, result: GenerationResult | None
+    ) -> list[Json]:
+        """The events of more text. result: of an answer that is complete with it."""
+        parts = self._parser.add(said.text or "")
+        if result is not None:
+            parts += self._parser.end()
+            self._end(result)
+        events: list[Json] = []
+        for part in parts:
+            if self._open is not type(part):
+                events += self._close()
+            if isinstance(part, ToolCall):
+                events += self._call(part)
+                continue
+            if self._open is None:
+                self._open = type(part)
+                events += self._begin_item(self._open is Reasoning)
+            if isinstance(part, Reasoning):
+                self._reasoning += part.text
+            events += self._more(part.text)
+        return events + (self._close() if result is not None else [])
 
 
 class GrowingChoice:

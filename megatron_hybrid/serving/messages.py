@@ -12,13 +12,13 @@ from pydantic import Field, model_validator
 
 from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.requests.options import Positive, Priority
-from megatron_hybrid.inference.requests.request import GenerationResult, RequestOutput
+from megatron_hybrid.inference.requests.request import GenerationResult
 from megatron_hybrid.inference.sampling_params import Share, Temperature
-from megatron_hybrid.serving.answers import Answer, EventAnswer, Json, argument_pieces, prefix_block
+from megatron_hybrid.serving.answers import EventAnswer, Json, argument_pieces, prefix_block
 from megatron_hybrid.serving.changes import IMAGE_LEFT_OUT
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.fields import ChatFields, CountOrAll, Fields, OtherFields, Text, Words
-from megatron_hybrid.serving.parsers import AnswerPart, Reasoning, ToolCall
+from megatron_hybrid.serving.parsers import Reasoning, ToolCall
 
 SAME = ("temperature", "top_p", "top_k", "stream", "cache_salt", "priority")
 """Fields of a message that are a chat's, too, and no part of a prompt."""
@@ -283,35 +283,9 @@ def _asked(blocks: Sequence[Json], place: str, note: Note) -> Iterator[Json]:
 
 
 class MessageAnswer(EventAnswer):
-    """The answer to one request of this route, whole or as events.
+    """The answer to one request of this route."""
 
-    Args:
-        answer: the same to a chat.
-    """
-
-    def __init__(self, answer: Answer):
-        self._answer, self._parser = answer, answer.parser()
-        self._blocks: list[Json] = []
-        self._open: type[AnswerPart] | None = None  # the kind of the last block, while it grows
-        self._has_begun = False
-        self._stop: Json = {"stop_reason": None, "stop_sequence": None}
-
-    def whole(self, results: Sequence[GenerationResult]) -> Json:
-        """The body. results: one."""
-        (result,) = results
-        for _ in self._grow(result.text or "", result):
-            pass
-        return self._body(result.prefix, len(result.token_ids))
-
-    def add(self, output: RequestOutput) -> bytes:
-        """The events of what a step added."""
-        events = [*self._grow(output.text, output.result)]
-        if not self._has_begun:
-            self._has_begun = True
-            message = {**self._body(output.prefix, 0), "content": []}
-            message |= {"stop_reason": None, "stop_sequence": None}
-            events.insert(0, {"type": "message_start", "message": message})
-        return b"".join(map(self.encode, events))
+    _stop: ClassVar[Json] = {"stop_reason": None, "stop_sequence": None}
 
     def last(self, prefixes: Sequence[PrefixReport], num_generated: int) -> list[Json]:
         """The events at the end."""
@@ -323,59 +297,54 @@ class MessageAnswer(EventAnswer):
         """The event of a failure."""
         return error.body_of("/v1/messages")
 
-    def _grow(self, text: str, result: GenerationResult | None) -> Iterator[Json]:
-        parts = self._parser.add(text) + (self._parser.end() if result is not None else [])
-        for part in parts:
-            yield from self._add(part)
-        if result is not None:
-            yield from self._close()
-            reason = self._parser.finish_reason(result.finish_reason)
-            names = {"tool_calls": "tool_use", "length": "max_tokens", "cancelled": "pause_turn"}
-            self._stop["stop_reason"] = names.get(reason, "end_turn")
-            if reason == "stop" and isinstance(result.stop_reason, str):
-                self._stop = {"stop_reason": "stop_sequence", "stop_sequence": result.stop_reason}
+    def _begin(self, report: PrefixReport) -> list[Json]:
+        return [{"type": "message_start", "message": self._body(report, 0)}]
 
-    def _add(self, part: AnswerPart) -> Iterator[Json]:
-        if self._open is not type(part) or isinstance(part, ToolCall):
-            yield from self._close()
-            self._open = type(part)
-            yield self._event("start", content_block=self._block(part))
-        block = self._blocks[-1]
-        if isinstance(part, ToolCall):
-            block["input"] = json.loads(part.arguments)
-            for piece in argument_pieces(part):
-                yield self._delta("input_json_delta", partial_json=piece)
-            yield from self._close()
-            return
-        name = "thinking" if isinstance(part, Reasoning) else "text"
-        block[name] += part.text
-        yield self._delta(f"{name}_delta", **{name: part.text})
+    def _end(self, result: GenerationResult) -> None:
+        reason, stop = self._parser.finish_reason(result.finish_reason), result.stop_reason
+        names = {"tool_calls": "tool_use", "length": "max_tokens", "cancelled": "pause_turn"}
+        self._stop = {"stop_reason": names.get(reason, "end_turn"), "stop_sequence": None}
+        if reason == "stop" and isinstance(stop, str):
+            self._stop = {"stop_reason": "stop_sequence", "stop_sequence": stop}
 
-    def _block(self, part: AnswerPart) -> Json:
-        """A new one, without what the part says."""
+    def _begin_item(self, is_reasoning: bool) -> list[Json]:
         block: Json = {"type": "text", "text": ""}
-        if isinstance(part, Reasoning):
+        if is_reasoning:
             block = {"type": "thinking", "thinking": "", "signature": ""}
-        elif isinstance(part, ToolCall):
-            id = part.id.replace("call_", "toolu_", 1)
-            block = {"type": "tool_use", "id": id, "name": part.name, "input": {}}
-        self._blocks.append(block)
-        return dict(block)
+        return [self._start(block)]
 
-    def _close(self) -> Iterator[Json]:
-        if self._open is None:
-            return
-        if self._open is Reasoning:
-            self._blocks[-1]["signature"] = _SIGNATURE
-            yield self._delta("signature_delta", signature=_SIGNATURE)
-        self._open = None
-        yield self._event("stop")
+    def _start(self, block: Json) -> Json:
+        self._items.append(block)
+        return self._event("start", content_block=dict(block))
+
+    def _more(self, text: str) -> list[Json]:
+        name = self._items[-1]["type"]
+        self._items[-1][name] += text
+        return [self._delta(f"{name}_delta", **{name: text})]
+
+    def _call(self, call: ToolCall) -> list[Json]:
+        id = call.id.replace("call_", "toolu_", 1)
+        start = self._start({"type": "tool_use", "id": id, "name": call.name, "input": {}})
+        self._items[-1]["input"] = json.loads(call.arguments)
+        pieces = argument_pieces(call)
+        deltas = [self._delta("input_json_delta", partial_json=piece) for piece in pieces]
+        return [start, *deltas, self._event("stop")]
+
+    def _close(self) -> list[Json]:
+        kind, self._open = self._open, None
+        if kind is None:
+            return []
+        signed = []
+        if kind is Reasoning:
+            self._items[-1]["signature"] = _SIGNATURE
+            signed = [self._delta("signature_delta", signature=_SIGNATURE)]
+        return [*signed, self._event("stop")]
 
     def _delta(self, kind: str, **said: str) -> Json:
         return self._event("delta", delta={"type": kind, **said})
 
     def _event(self, kind: str, **fields: Any) -> Json:
-        return {"type": f"content_block_{kind}", "index": len(self._blocks) - 1, **fields}
+        return {"type": f"content_block_{kind}", "index": len(self._items) - 1, **fields}
 
     def _body(self, report: PrefixReport, num_generated: int) -> Json:
         return {
@@ -383,18 +352,17 @@ class MessageAnswer(EventAnswer):
             "type": "message",
             "role": "assistant",
             "model": self._answer.model,
-            "content": list(self._blocks),
+            "content": list(self._items),
             **self._stop,
             "usage": self._usage(report, num_generated),
         }
 
     def _usage(self, report: PrefixReport, num_generated: int) -> Json:
-        text = "".join(block.get("thinking", "") for block in self._blocks)
         return {
             "input_tokens": report.prompt_tokens - report.skipped_tokens,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": report.skipped_tokens,
             "output_tokens": num_generated,
-            "output_tokens_details": {"thinking_tokens": self._answer.count(text)},
+            "output_tokens_details": {"thinking_tokens": self._answer.count(self._reasoning)},
             "prefix": prefix_block(report),
         }

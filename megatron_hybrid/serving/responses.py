@@ -31,7 +31,7 @@ from megatron_hybrid.serving.fields import (
     Text,
     refuse_unsupported,
 )
-from megatron_hybrid.serving.parsers import AnswerPart, Reasoning, ToolCall
+from megatron_hybrid.serving.parsers import Reasoning, ToolCall
 from megatron_hybrid.text.chat_messages import PART_TYPES
 
 HOSTED = (
@@ -420,7 +420,7 @@ class TextLogProbs:
 
 
 class ResponseAnswer(EventAnswer):
-    """The answer to one request of this route, whole or as events.
+    """The answer to one request of this route.
 
     Args:
         answer: the same to a chat.
@@ -428,34 +428,14 @@ class ResponseAnswer(EventAnswer):
     """
 
     def __init__(self, answer: Answer, fields: ResponseFields):
-        self._answer, self._fields, self._parser = answer, fields, answer.parser()
-        self._log_probs = TextLogProbs(answer)
-        self._items: list[Json] = []
-        self._open: type[AnswerPart] | None = None  # the kind of the last item, while it grows
+        super().__init__(answer)
+        self._fields, self._log_probs = fields, TextLogProbs(answer)
         self._num_events = 0
         self._reason = ""
 
-    def whole(self, results: Sequence[GenerationResult]) -> Json:
-        """The body. results: one."""
-        (result,) = results
-        self._log_probs.add(result)
-        self._grow(result.text or "", result.finish_reason)
-        return self._body(self._status, [result.prefix], len(result.token_ids))
-
-    def add(self, output: RequestOutput) -> bytes:
-        """The events of what a step added."""
-        events = []
-        if not self._num_events:
-            body = self._body("in_progress", [], 0)
-            kinds = ("created", "in_progress")
-            events = [self._event(f"response.{kind}", response=body) for kind in kinds]
-        self._log_probs.add(output)
-        events += self._grow(output.text, output.finish_reason)
-        return b"".join(map(self.encode, events))
-
     def last(self, prefixes: Sequence[PrefixReport], num_generated: int) -> list[Json]:
         """The events at the end."""
-        body = self._body(self._status, prefixes, num_generated)
+        body = self._body(prefixes[0], num_generated)
         return [self._event(f"response.{self._status}", response=body)]
 
     def error(self, error: ApiError) -> Json:
@@ -466,78 +446,80 @@ class ResponseAnswer(EventAnswer):
 
     # Items -------------------------------------------------------------------------------------
 
-    def _grow(self, text: str, reason: str | None) -> list[Json]:
-        parts = self._parser.add(text)
-        if reason is not None:
-            parts += self._parser.end()
-            self._reason = reason
-        events = [event for part in parts for event in self._add(part)]
-        return events + (self._close() if reason is not None else [])
+    def _begin(self, report: PrefixReport) -> list[Json]:
+        body = self._body(None, 0)
+        kinds = ("created", "in_progress")
+        return [self._event(f"response.{kind}", response=body) for kind in kinds]
 
-    def _add(self, part: AnswerPart) -> Iterator[Json]:
-        if self._open is not type(part):
-            yield from self._close()
-        if isinstance(part, ToolCall):
-            yield from self._call(part)
-            return
-        if self._open is None:
-            yield from self._begin_item(type(part))
-        content = self._items[-1]["content"][0]
-        content["text"] += part.text
-        log_probs = self._log_probs.take(part.text)
-        if isinstance(part, Reasoning):
-            yield self._event("response.reasoning_text.delta", **self._place, delta=part.text)
-        else:
-            content["logprobs"] += log_probs
-            given = {"delta": part.text, "logprobs": log_probs}
-            yield self._event("response.output_text.delta", **self._place, **given)
+    def _grow(
+        self, said: GenerationResult | RequestOutput, result: GenerationResult | None
+    ) -> list[Json]:
+        self._log_probs.add(said)
+        return super()._grow(said, result)
 
-    def _begin_item(self, kind: type[AnswerPart]) -> Iterator[Json]:
-        self._open = kind
+    def _end(self, result: GenerationResult) -> None:
+        self._reason = result.finish_reason
+
+    def _more(self, text: str) -> list[Json]:
+        (content,) = self._items[-1]["content"]
+        content["text"] += text
+        log_probs = self._log_probs.take(text)
+        if self._open is Reasoning:
+            return [self._event("response.reasoning_text.delta", **self._place, delta=text)]
+        content["logprobs"] += log_probs
+        given = {"delta": text, "logprobs": log_probs}
+        return [self._event("response.output_text.delta", **self._place, **given)]
+
+    def _begin_item(self, is_reasoning: bool) -> list[Json]:
         number = len(self._items)
         item: Json = {"id": f"{self._answer.id}-{number}", "status": "in_progress", "content": []}
-        if kind is Reasoning:
+        if is_reasoning:
             item |= {"type": "reasoning", "summary": []}
             part = {"type": "reasoning_text", "text": ""}
         else:
             item |= {"type": "message", "role": "assistant"}
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        yield self._event("response.output_item.added", output_index=number, item=dict(item))
         self._items.append({**item, "content": [part]})
-        yield self._event("response.content_part.added", **self._place, part=deepcopy(part))
+        return [
+            self._event("response.output_item.added", output_index=number, item=item),
+            self._event("response.content_part.added", **self._place, part=deepcopy(part)),
+        ]
 
     def _close(self) -> list[Json]:
-        if self._open is None:
+        kind, self._open = self._open, None
+        if kind is None:
             return []
-        item, kind = self._items[-1], self._open
+        item = self._items[-1]
         if kind is Reasoning and _ENCRYPTED in (self._fields.include or ()):
             text = item["content"][0]["text"].encode()  # no secret: `content` has it, too
             item["encrypted_content"] = _MARK + b64encode(text).decode()
         item["status"] = self._status
         (part,) = item["content"]
-        name = "reasoning_text" if kind is Reasoning else "output_text"
         extra = {} if kind is Reasoning else {"logprobs": part["logprobs"]}
-        self._open = None
+        said = {"text": part["text"], **extra}
         return [
-            self._event(f"response.{name}.done", **self._place, text=part["text"], **extra),
+            self._event(f"response.{part['type']}.done", **self._place, **said),
             self._event("response.content_part.done", **self._place, part=part),
             self._event("response.output_item.done", output_index=len(self._items) - 1, item=item),
         ]
 
-    def _call(self, call: ToolCall) -> Iterator[Json]:
+    def _call(self, call: ToolCall) -> list[Json]:
         number = len(self._items)
         namespace, tool = self._fields.origins.get(call.name, (None, None))
-        is_custom = isinstance(tool, CustomTool)
-        arguments, name = call.arguments, "arguments"
-        kind, events = "function_call", "response.function_call_arguments"
-        if is_custom:
+        own_name = call.name if tool is None else tool.name
+        if isinstance(tool, CustomTool):
             arguments, name = _input_of(call.arguments), "input"
             kind, events = "custom_tool_call", "response.custom_tool_call_input"
+            pieces, done = [arguments], {name: arguments}
+        else:
+            arguments, name = call.arguments, "arguments"
+            kind, events = "function_call", "response.function_call_arguments"
+            pieces, done = argument_pieces(call), {"name": own_name, name: arguments}
         item = {
             "id": f"{self._answer.id}-{number}",
             "type": kind,
             "call_id": call.id,
-            "name": call.name if tool is None else tool.name,
+            "name": own_name,
             name: arguments,
             "status": "completed",
         }
@@ -545,16 +527,13 @@ class ResponseAnswer(EventAnswer):
             item["namespace"] = namespace
         self._items.append(item)
         place = {"output_index": number, "item_id": item["id"]}
-        yield self._event(
-            "response.output_item.added",
-            output_index=number,
-            item={**item, name: "", "status": "in_progress"},
-        )
-        for piece in [arguments] if is_custom else argument_pieces(call):
-            yield self._event(f"{events}.delta", **place, delta=piece)
-        done = {name: arguments} if is_custom else {"name": item["name"], name: arguments}
-        yield self._event(f"{events}.done", **place, **done)
-        yield self._event("response.output_item.done", output_index=number, item=item)
+        added = {**item, name: "", "status": "in_progress"}
+        return [
+            self._event("response.output_item.added", output_index=number, item=added),
+            *(self._event(f"{events}.delta", **place, delta=piece) for piece in pieces),
+            self._event(f"{events}.done", **place, **done),
+            self._event("response.output_item.done", output_index=number, item=item),
+        ]
 
     @property
     def _place(self) -> Json:
@@ -569,13 +548,11 @@ class ResponseAnswer(EventAnswer):
         self._num_events += 1
         return {"type": kind, "sequence_number": self._num_events - 1, **fields}
 
-    def _body(self, status: str, prefixes: Sequence[PrefixReport], num_generated: int) -> Json:
-        fields = self._fields
-        usage = None
-        if prefixes:
-            (report,) = prefixes
-            items = (item for item in self._items if item["type"] == "reasoning")
-            text = "".join(item["content"][0]["text"] for item in items)
+    def _body(self, report: PrefixReport | None, num_generated: int) -> Json:
+        """report: None: the answer has just begun."""
+        fields, usage = self._fields, None
+        status = "in_progress" if report is None else self._status
+        if report is not None:
             usage = {
                 "input_tokens": report.prompt_tokens,
                 "input_tokens_details": {
@@ -583,7 +560,7 @@ class ResponseAnswer(EventAnswer):
                     "cache_write_tokens": 0,
                 },
                 "output_tokens": num_generated,
-                "output_tokens_details": {"reasoning_tokens": self._answer.count(text)},
+                "output_tokens_details": {"reasoning_tokens": self._answer.count(self._reasoning)},
                 "total_tokens": report.prompt_tokens + num_generated,
                 "prefix": prefix_block(report),
             }

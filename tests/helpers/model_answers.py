@@ -27,7 +27,8 @@ def result_of(text: str, reason: str) -> GenerationResult:
 
 def output_of(text: str, reason: str | None = None) -> RequestOutput:
     """A token of a stream."""
-    return RequestOutput(0, 0, [1], text, reason, REPORT, 0, None)
+    result = None if reason is None else result_of(text, reason)
+    return RequestOutput(0, 0, [1], text, reason, REPORT, 0, result)
 
 
 def said_in(events: bytes) -> list[dict]:
