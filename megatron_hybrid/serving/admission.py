@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -26,8 +26,8 @@ class Ticket:
     key: str
     num_samples: int = 1
     """Samples of all prompts together: for so many requests it counts."""
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Names of fields in errors: `GenerationFields.caller_names`."""
+    names: dict[str, str] = field(default_factory=dict)
+    """Names of fields in errors: `GenerationFields.caller_names`, and "guide"."""
     task: asyncio.Task | None = None
     is_aborted: bool = False
     prefixes: dict[int, PrefixReport] = field(default_factory=dict)

@@ -5,7 +5,6 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -281,16 +280,15 @@ async def _answer(
         ticket = state.ticket = undo.enter_context(admitted)
         ticket.names = fields.caller_names
         reading = service.prepared(ticket, partial(_prepared, service, fields), state.num_bytes)
-        asked = await cancel_on_disconnect(request.receive, reading)
-        prompts, params, guide = asked.prompts, asked.params, None
-        if asked.guide is not None:
-            guide = await cancel_on_disconnect(
-                request.receive, service.compiled(ticket, *asked.guide)
-            )
+        read = await cancel_on_disconnect(request.receive, reading)
+        prompts, params, form, style, thinks = read
+        guide = None
+        if form is not None:
+            guide = await cancel_on_disconnect(request.receive, service.compiled(ticket, *form))
         salt = service.auth.salt_of(state.key, fields.cache_salt)
         tenant = service.auth.tenant_of(state.key)
         options = request_options(fields, salt, tenant, guide, request.headers, adapter)
-        answer = make(ticket.request_id, asked.style, asked.begins_in_reasoning, prompts)
+        answer = make(ticket.request_id, style, thinks, prompts)
         headers = header_of(fields.changes)
         for change in headers.values():
             logger.info("request %s: %s", ticket.request_id, change)
@@ -328,22 +326,15 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-@dataclass(frozen=True)
-class PreparedRequest:
-    """A request in the engine's terms, and how its answer is read."""
+def _prepared(
+    service: Service, fields: GenerationFields
+) -> tuple[list[Prompt], SamplingParams, tuple[Guide, str] | None, Style | None, bool]:
+    """Tokenize a request, and read its parameters; for a thread.
 
-    prompts: list[Prompt]
-    params: SamplingParams
-    guide: tuple[Guide, str] | None
-    """A guide, and the field that asks for it."""
-    style: Style | None
-    """How the model answers a chat; None: this is no chat."""
-    begins_in_reasoning: bool
-    """Whether the answer begins inside of reasoning."""
-
-
-def _prepared(service: Service, fields: GenerationFields) -> PreparedRequest:
-    """Tokenize a request, and read its parameters; for a thread."""
+    Returns:
+        Prompts, parameters, a guide and the field that asks for it, how the model answers a chat
+        (None: this is no chat), and whether the answer begins inside of reasoning.
+    """
     prompts, tokenizer = _prompts(service, fields), service.tokenizer
     is_chat, budget = isinstance(fields, ChatFields), fields.thinking_token_budget
     style, thinks = None, None
@@ -368,7 +359,7 @@ def _prepared(service: Service, fields: GenerationFields) -> PreparedRequest:
             fields.note("left out thinking.budget_tokens: this model has none to end")
     if is_chat and service.config.logs_prompts:
         logger.info("prompt: %s", tokenizer.detokenize(prompts[0].tokens, False))
-    return PreparedRequest(prompts, params, guide, style if is_chat else None, bool(thinks))
+    return prompts, params, guide, style if is_chat else None, bool(thinks)
 
 
 def _num_prompts(fields: GenerationFields) -> int:

@@ -436,6 +436,9 @@ class SharedFields(Body):
 class GenerationFields(SharedFields):
     """Fields of completions and chats."""
 
+    own_names: ClassVar[dict[str, str]] = {}
+    """Its fields -> those of the body that it was made of, if another's."""
+
     n: Positive = 1
     """Answers to each prompt. Each counts as a request."""
     response_format: ResponseFormat | None = None
@@ -470,19 +473,9 @@ class GenerationFields(SharedFields):
         return self.prompt_logprobs is not None
 
     @property
-    def guide_names(self) -> list[str]:
-        """Fields that say what the answer looks like."""
-        names = []
-        if self.response_format is not None and self.response_format.type != "text":
-            names.append("response_format")
-        if self.structured_outputs is not None and self.structured_outputs.wishes:
-            names.append("structured_outputs")
-        return names
-
-    @property
     def caller_names(self) -> dict[str, str]:
         """What the engine's errors speak of -> the caller's field."""
-        return {"guide": next(iter(self.guide_names), "response_format")}
+        raise NotImplementedError
 
     def check(self) -> None:
         super().check()
@@ -524,7 +517,7 @@ class CompletionFields(GenerationFields):
 
     @property
     def caller_names(self) -> dict[str, str]:
-        return super().caller_names | {"prompt": "prompt", "top_n_logprobs": "logprobs"}
+        return {"prompt": "prompt", "top_n_logprobs": "logprobs"}
 
     def check(self) -> None:
         super().check()
@@ -634,9 +627,6 @@ class TemplateFields(SharedTemplateFields):
 class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
     """Body of /v1/chat/completions."""
 
-    own_names: ClassVar[dict[str, str]] = {}
-    """Its fields -> those of the body that it was made of, if another's."""
-
     messages: Annotated[list[Message], Field(min_length=1)]
     """The messages of the chat. A `content` that is a list of texts is joined by newlines, or
     passed as parts to a template that writes parts. Other parts, such as images, are refused with
@@ -683,14 +673,9 @@ class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
         return {"tools": tools, "max_calls": most, "must_call": must_call}
 
     @property
-    def guide_names(self) -> list[str]:
-        """See the base class; also the choice of a tool."""
-        return super().guide_names + (["tool_choice"] if self.required_tools else [])
-
-    @property
     def caller_names(self) -> dict[str, str]:
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        names = super().caller_names | {"prompt": "messages", "num_tokens_to_generate": limit}
+        names = {"prompt": "messages", "num_tokens_to_generate": limit}
         names |= {"stop_words": "stop", "thinking_budget": "thinking_token_budget"}
         return {name: self.own_names.get(given, given) for name, given in names.items()}
 

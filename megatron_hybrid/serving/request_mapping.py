@@ -149,8 +149,8 @@ def truncated(prompt: Prompt, num_tokens: int | None, side: str) -> Prompt:
 def guide_of(
     fields: GenerationFields, style: Style | None = None, is_thinking: bool | None = None
 ) -> tuple[Guide, str] | None:
-    """Return what the answer may look like, and the field that asks for it. It begins after the
-    answer's reasoning.
+    """Return what the answer may look like after its reasoning, and the caller's field that asks
+    for it.
 
     Args:
         style: how the model answers a chat.
@@ -167,9 +167,9 @@ def guide_of(
     for place, make in wishes:
         name = place.partition(".")[0]
         try:
-            guide = make()
+            guide, own_name = make(), fields.own_names.get(name, name)
             if style is None:
-                return guide, name
+                return guide, own_name
             prefix = "" if name == "tool_choice" else style.dialect.content_begin
             marks = "", ""
             if style.thoughts is not None and is_thinking is not None:
@@ -178,7 +178,7 @@ def guide_of(
                 guide = guide.after_reasoning(
                     *marks, begins_inside=bool(is_thinking), prefix=prefix
                 )
-            return guide, name
+            return guide, own_name
         except RecursionError:
             raise ApiError(400, f"{place}: a schema is nested too deeply", name) from None
         except (TypeError, ValueError) as error:

@@ -124,11 +124,13 @@ class Service:
             return await to_cpu_thread(job, ticket.key, num_bytes)
 
     async def compiled(self, ticket: Ticket, guide: Guide, param: str) -> Guide:
-        """Compile a guide, and return it. What cancels this takes out a guide that waits.
+        """Compile a guide, and return it. What cancels this takes out a guide that waits. param:
+        the field that asks for it, which later errors name, too.
 
         Raises:
-            ApiError: the guide in this field cannot be kept to, or as `generate_all`.
+            ApiError: the guide cannot be kept to, or as `generate_all`.
         """
+        ticket.names["guide"] = param
         async with self._limited(ticket):
             try:
                 await self.engine.compile_guide(guide, self.auth.tenant_of(ticket.key))
