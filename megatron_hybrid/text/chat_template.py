@@ -18,7 +18,12 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from megatron_hybrid.text.chat_messages import Message, prepare_messages
+from megatron_hybrid.text.chat_messages import (
+    Message,
+    check_messages,
+    part_text,
+    with_arguments,
+)
 
 INSTRUCTING = ("system", "developer")
 """Roles of messages shared at the start of many conversations."""
@@ -131,12 +136,55 @@ class ChatTemplate:
         """Return messages as this template takes them. Rendering does that itself, and nothing to
         messages that are so already.
 
+        Tool calls have objects as arguments, which OpenAI's clients send as JSON in strings, or
+        else such strings; a list of texts is one text, unless the template takes parts, and a text
+        is such a list where it takes nothing else; a developer is the system where it knows no
+        developer.
+
         Raises:
-            ValueError, TypeError: as `prepare_messages`.
+            ValueError, TypeError: a message has no role or content, a part is no text, or the
+                arguments of a call are no JSON.
         """
         if isinstance(messages, Mapping) or not all(isinstance(m, Mapping) for m in messages):
             raise TypeError(f"messages must be a sequence of mappings, got {messages!r:.80}")
-        return prepare_messages(messages, self)
+        check_messages(messages)
+        found: list[dict[str, Any]] = []
+        for index, given in enumerate(messages):
+            # Programs send `"content": null` and `"tool_calls": null` for missing fields.
+            message = {key: value for key, value in given.items() if value is not None}
+            was_developer = message["role"] == "developer" and "developer" not in self.source
+            if was_developer:
+                message["role"] = "system"
+            role, content = message["role"], message.get("content")
+            takes_parts, wants_part = self.forms_of(role)
+            if isinstance(content, list):
+                texts = [part_text(index, part) for part in content]
+                content = "\n".join(texts)
+                if takes_parts:
+                    content = [{"type": "text", "text": text} for text in texts]
+            if isinstance(content, str) and wants_part:
+                content = [{"type": "text", "text": content}]
+            if content is not None:
+                message["content"] = content
+            if (calls := message.get("tool_calls")) is not None:
+                if not isinstance(calls, list):
+                    raise ValueError(f"message {index} of the chat has tool_calls that are no list")
+                message["tool_calls"] = [
+                    with_arguments(f"call {n} of message {index}", call, self.takes_argument_texts)
+                    for n, call in enumerate(calls)
+                ]
+            # Three names for the same. Templates read the first, GPT-OSS the second.
+            names = ("reasoning_content", "thinking", "reasoning")
+            reasoning = next((message[name] for name in names if name in message), None)
+            if reasoning is not None:
+                message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+            said = [each.get("content") for each in (*found[-1:], message)]
+            are_texts = all(isinstance(each, str) for each in said)
+            if was_developer and found and found[-1]["role"] == "system" and are_texts:
+                found[-1]["content"] = "\n\n".join(said)  # templates take one, at the start
+            else:
+                found.append(message)
+        return found
 
     def conversation(
         self, messages: Sequence[Message], variables: Mapping[str, Any]
