@@ -102,22 +102,10 @@ error_of = Trial().error_of
 # In the process ----------------------------------------------------------------------------------
 
 
-class _Bytes:
-    """Stands for a tokenizer, whose tokens are single bytes."""
-
-    eos_token_id = 256
-    bos_token_id = None
-    special_token_ids = ()
-    tokens = (*(bytes([byte]) for byte in range(256)), b"\xff[end]")
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        return list(text.encode() if isinstance(text, str) else text)
-
-
 def _answer_all() -> None:
     """Try the grammars of this process's owner, within the limits, until it ends."""
     llguidance = library()
-    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()), n_vocab=257)
+    tokenizer = llguidance.LLTokenizer("byte")
     if sys.platform == "linux":
         with open("/proc/self/statm", encoding="ascii") as file:
             pages = int(file.read().split()[0])
