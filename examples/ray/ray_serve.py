@@ -26,8 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megatron_hybrid.distributed.watchdog import RankFailedError
 from megatron_hybrid.serving.app import create_app
 from megatron_hybrid.serving.config import ServingConfig
-from megatron_hybrid.serving.end_steps import SAVE_SECONDS, STEP_SECONDS, run_steps
-from megatron_hybrid.serving.service import Service
+from megatron_hybrid.serving.service import SAVE_SECONDS, STEP_SECONDS, Service, run_steps
 
 
 class Options(BaseModel, extra="forbid"):

@@ -67,14 +67,12 @@ from megatron_hybrid.dynamo.model_card import card_folder
 from megatron_hybrid.dynamo.requests import Chunks, Json, read_request
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.serving.config import ServingConfig
-from megatron_hybrid.serving.end_steps import STEP_SECONDS, run_steps
 from megatron_hybrid.serving.errors import ApiError
-from megatron_hybrid.serving.idle_memory import trim_when_idle
 from megatron_hybrid.serving.json_response import to_cpu_thread
 from megatron_hybrid.serving.parsers import shown_tool_parser
 from megatron_hybrid.serving.request_mapping import request_options
 from megatron_hybrid.serving.run import follow, freeze_objects, run, running_service
-from megatron_hybrid.serving.service import Service
+from megatron_hybrid.serving.service import STEP_SECONDS, Service, run_steps
 from megatron_hybrid.serving.shutdown import Shutdown
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.utils.child_lifetime import EndSignal
@@ -179,7 +177,7 @@ class HybridWorker:
             loads = WorkerMetricsPublisher()
             await loads.create_endpoint(endpoint)
             endpoint.metrics.register_prometheus_expfmt_callback(partial(self._metrics, loop))
-            jobs = trim_when_idle(service.admission), service.admission.watch()
+            jobs = service.admission.trim_when_idle(), service.admission.watch()
             for job in (*jobs, self._tell_load(loads), self._watch()):
                 closing.callback(asyncio.create_task(job).cancel)
             model = ModelRuntimeConfig()

@@ -1,20 +1,26 @@
 """Admission: how many requests generate at a time, and their end."""
 
 import asyncio
+import ctypes
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.requests.request import GenerationResult, RequestOutput
 from megatron_hybrid.serving.config import ServingConfig
 from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.json_response import to_cpu_thread
 
 STALL_SECONDS = 120.0
 """Without a step, though requests wait for one, before `/health` says so."""
 _LOOK_SECONDS = 1.0
+_REST_SECONDS = 2.0
+"""Seconds without a request before freed memory goes back to the system."""
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda kept: None)  # glibc has it
 
 
 @dataclass(eq=False)
@@ -106,6 +112,16 @@ class Admission:
             if self._engine.num_steps != self._num_steps or self._engine.is_held:
                 self._num_steps, self._stepped_at = self._engine.num_steps, time.perf_counter()
             await asyncio.sleep(_LOOK_SECONDS)
+
+    async def trim_when_idle(self) -> None:
+        """Whenever no request runs any more, give the memory that those have freed back to the
+        system, until cancelled: the allocator would keep what large ones took."""
+        num_done = 0
+        while True:
+            await asyncio.sleep(_REST_SECONDS)
+            if not self.load and self.num_admitted > num_done:
+                num_done = self.num_admitted
+                await to_cpu_thread(partial(_trim, 0))
 
     @property
     def stall(self) -> str | None:

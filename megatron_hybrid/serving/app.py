@@ -38,7 +38,6 @@ from megatron_hybrid.serving.fields import (
     TokenizeFields,
     UnloadAdapterFields,
 )
-from megatron_hybrid.serving.idle_memory import trim_when_idle
 from megatron_hybrid.serving.json_response import in_turn, json_response
 from megatron_hybrid.serving.messages import MessageAnswer, MessageChat, MessageFields, PromptFields
 from megatron_hybrid.serving.page_routes import add_page
@@ -95,7 +94,7 @@ def create_app(service: Service) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         admission = service.admission
-        jobs = service.history.run(), admission.watch(), trim_when_idle(admission)
+        jobs = service.history.run(), admission.watch(), admission.trim_when_idle()
         tasks = [asyncio.create_task(job) for job in jobs]
         yield
         for task in tasks:

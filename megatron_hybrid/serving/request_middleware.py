@@ -4,9 +4,12 @@ its body, a line in the log."""
 import json
 import logging
 import re
+import socket
 import time
 import uuid
 from collections import Counter
+from collections.abc import Iterable
+from ipaddress import ip_address
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -16,7 +19,6 @@ from starlette.responses import Response
 from megatron_hybrid.serving.answers import prefix_block
 from megatron_hybrid.serving.errors import RETRY_SECONDS, ApiError
 from megatron_hybrid.serving.json_response import encode_json
-from megatron_hybrid.serving.origins import Origins
 from megatron_hybrid.serving.service import Service
 from megatron_hybrid.serving.slow_clients import BodyClock
 
@@ -32,6 +34,57 @@ POLLED_PATHS = ("/requests", "/cache/tree", "/cache/history")
 _UNREAD_BODIES = 16
 """Largest bodies of one key that may come, or wait to be read, at a time."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Origins:
+    """Checks the headers Host and Origin, where no API key keeps strangers out.
+
+    A browser sends what a page of anybody asks for, also to a server that only this machine
+    reaches. `Origin` names the page's site. A site that lets its own name point to this machine
+    (DNS rebinding) has its name in `Host`: so names that nobody has allowed are refused, and
+    addresses are not.
+
+    Args:
+        hosts: names of the server besides those of this machine.
+        origins: sites whose pages may call it, such as "https://chat.example"; "*": all.
+    """
+
+    def __init__(self, hosts: Iterable[str] = (), origins: Iterable[str] = ()):
+        self._hosts = {"localhost", socket.gethostname().lower(), *map(str.lower, hosts)}
+        self._origins = {origin.lower().rstrip("/") for origin in origins}
+
+    def check(self, host: str | None, origin: str | None) -> None:
+        """host, origin: the headers; None: the request has none.
+
+        Raises:
+            ApiError: a foreign page, or a foreign name.
+        """
+        if host is not None and not self._is_own(host.lower()):
+            raise ApiError(
+                403,
+                f"this server has no API key and is not called {host!r}: use its address, allow "
+                "the name by --allowed-host NAME, or set --api-key",
+            )
+        if origin is None or "*" in self._origins or origin.lower() in self._origins:
+            return
+        # A page of this server has its own host; that has just been checked.
+        if host is not None and origin.lower().partition("://")[2] == host.lower():
+            return
+        raise ApiError(
+            403,
+            f"this server has no API key, and a page of {origin!r} may not call it: allow it by "
+            f"--cors-origin {origin}, or set --api-key",
+        )
+
+    def _is_own(self, host: str) -> bool:
+        name = host.partition("]")[0].removeprefix("[") if "[" in host else host.partition(":")[0]
+        if name in self._hosts or name.endswith(".localhost"):
+            return True
+        try:
+            ip_address(name)
+        except ValueError:
+            return False
+        return True
 
 
 class RequestMiddleware:

@@ -6,7 +6,8 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from inspect import isawaitable
+from typing import Any, TypeVar
 
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.distributed.watchdog import RankFailedError
@@ -20,17 +21,35 @@ from megatron_hybrid.inference.sampling_params import SamplingParams, model_defa
 from megatron_hybrid.inference.weights.updates import WeightsUnfinishedError
 from megatron_hybrid.serving.admission import Admission, Ticket
 from megatron_hybrid.serving.auth import Auth
-from megatron_hybrid.serving.budget import RequestBudget
 from megatron_hybrid.serving.config import ServingConfig
-from megatron_hybrid.serving.end_steps import SAVE_SECONDS, run_steps
 from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.history import History
+from megatron_hybrid.serving.json_body import RequestBudget
 from megatron_hybrid.serving.json_response import to_cpu_thread
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+STEP_SECONDS = 30.0
+"""Time of a step that no request and no disk holds up."""
+SAVE_SECONDS = 600.0
+"""Time in which the cache is saved, and that in which the engine completes its folder."""
+Step = tuple[str, Callable[[], Any], float]
+"""What a step does, for the log; its function, or coroutine function; and its seconds."""
+
+
+async def run_steps(*steps: Step) -> None:
+    """Run steps one after the other. One that fails, or takes too long, is logged and left."""
+    for name, work, seconds in steps:
+        try:
+            async with asyncio.timeout(seconds):
+                if isawaitable(result := work()):
+                    await result
+        except TimeoutError:
+            logger.error("%s was given up after %g s", name, seconds)
+        except Exception:
+            logger.exception("%s failed", name)
 
 
 class Service:

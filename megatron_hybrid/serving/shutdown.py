@@ -4,8 +4,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from megatron_hybrid.serving.end_steps import SAVE_SECONDS, STEP_SECONDS, Step, run_steps
-from megatron_hybrid.serving.service import Service
+from megatron_hybrid.serving.service import (
+    SAVE_SECONDS,
+    STEP_SECONDS,
+    Service,
+    Step,
+    run_steps,
+)
 from megatron_hybrid.utils.child_lifetime import EndSignal
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The server notices when no request goes on any more."""
+"""The server notices when no request goes on any more, and when none runs."""
 
 import asyncio
 from types import SimpleNamespace
@@ -73,3 +73,19 @@ def test_what_goes_on_or_waits_for_others_is_none(clock, sign):
         ticket.waits_since = clock.now
         clock.now += 200
         assert admitting.stall
+
+
+async def test_freed_memory_goes_back_once_when_nothing_runs(monkeypatch):
+    calls = []
+    monkeypatch.setattr(admission, "_trim", calls.append)
+    monkeypatch.setattr(admission, "_REST_SECONDS", 0.001)
+    admitting = Admission(engine(), 8, ServingConfig("m"))
+    task = asyncio.create_task(admitting.trim_when_idle())
+    with admitting.admitted("a", ""):
+        await asyncio.sleep(0.05)
+        assert not calls
+    while not calls:
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.02)
+    task.cancel()
+    assert calls == [0]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hybrid.serving.budget import RequestBudget, values_of
 from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.json_body import RequestBudget, values_of
 
 VALUES = st.recursive(
     st.none() | st.integers() | st.text(alphabet='a"\\,:[{}]\n'),

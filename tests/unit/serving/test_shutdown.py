@@ -10,7 +10,7 @@ import uvicorn
 from commands import run_python
 from waiting import LIMIT_S
 
-from megatron_hybrid.serving import end_steps, service, shutdown
+from megatron_hybrid.serving import service, shutdown
 from megatron_hybrid.serving.config import ServingConfig
 from megatron_hybrid.serving.run import _Server
 from megatron_hybrid.serving.service import Service
@@ -64,7 +64,7 @@ def caught_logs(monkeypatch):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    for module in (end_steps, shutdown, service):
+    for module in (shutdown, service):
         for name in ("STEP_SECONDS", "SAVE_SECONDS"):
             monkeypatch.setattr(module, name, 0.01, raising=False)
 
