@@ -23,11 +23,9 @@ import tokenizers
 from megatron_hybrid.text.answer_spans import Answer, TrainOn, render_with_answers, text_after
 from megatron_hybrid.text.chat_messages import Message
 from megatron_hybrid.text.chat_template import ChatTemplate, TextTooLongError, common_length
-from megatron_hybrid.text.token_bytes import token_bytes
 from megatron_hybrid.text.tokenizer_files import (
     CHAT_TEMPLATE_FILE,
     TOKENIZER_CONFIG_FILE,
-    TokenizerFiles,
     named_tokens,
     read_tokenizer_files,
     write_tokenizer_files,
@@ -49,6 +47,16 @@ _USUAL_LENGTH = 8
 tokenized."""
 _ENDS = 256
 """More tokens than a piece may have because it is cut out of its text: those of two words."""
+
+# Byte-level tokens are written with printable characters: those of Latin-1 stand for themselves,
+# the other bytes for U+0100 and on. A token of byte fallback is named after its byte.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTE_OF = {
+    **{chr(byte): byte for byte in _PRINTABLE},
+    **{chr(0x100 + index): byte for index, byte in enumerate(_OTHERS)},
+}
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 @names_arguments()
@@ -112,7 +120,7 @@ class Tokenizer:
         Raises:
             ValueError: a file is missing, unreadable, or contradicts another.
         """
-        return cls(**vars(read_tokenizer_files(Path(folder), config)))
+        return cls(**read_tokenizer_files(Path(folder), config))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the files for `from_folder`, here and in `transformers`; generation_config.json
@@ -122,8 +130,7 @@ class Tokenizer:
         `end_tokens`, these are added to generation_config.json.
         """
         content = self._settings, self._templates, self.generation_config
-        files = TokenizerFiles(self._tokenizer, self.eod, self.end_tokens, *content)
-        write_tokenizer_files(Path(folder), files)
+        write_tokenizer_files(Path(folder), self._tokenizer, self.end_tokens, *content)
 
     def info(self) -> dict[str, Any]:
         """Return tokenizer_config.json with the chat template and the added tokens that are used,
@@ -269,7 +276,21 @@ class Tokenizer:
         Raises:
             ValueError: the tokenizer has a decoder that is not known here.
         """
-        return token_bytes(self._tokenizer, self.vocab_size)
+        decoder = json.loads(self._tokenizer.to_str())["decoder"] or {}
+        steps = decoder.get("decoders", [decoder])
+        kinds = {step.get("type") for step in steps}
+        if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
+            names = ", ".join(sorted(map(str, kinds)))
+            raise ValueError(
+                f"the bytes of this tokenizer's tokens are unknown: its decoder is {names}; those "
+                "known are ByteLevel, ByteFallback and Metaspace"
+            )
+        added = self._tokenizer.get_added_tokens_decoder()
+        found = [b""] * self.vocab_size
+        for text, token in self._tokenizer.get_vocab().items():
+            if token not in added or not added[token].special:
+                found[token] = _decoded(text, steps)
+        return found
 
     def shown_bytes(self, token: int) -> bytes:
         """Return what to show of a token: its bytes in a text, or the name of a special one."""
@@ -472,3 +493,18 @@ class Tokenizer:
     def _find_template(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate | None:
         template = self._templates.get("default")
         return template if tools is None else self._templates.get("tool_use", template)
+
+
+def _decoded(text: str, steps: Sequence[Mapping[str, Any]]) -> bytes:
+    """Bytes of one token's text, by the steps of a decoder."""
+    for step in steps:
+        kind = step.get("type")
+        if kind == "ByteLevel" and all(character in _BYTE_OF for character in text):
+            return bytes(_BYTE_OF[character] for character in text)
+        if kind == "ByteFallback" and (byte := _BYTE_TOKEN.fullmatch(text)):
+            return bytes([int(byte[1], 16)])
+        if kind == "Replace" and "String" in step["pattern"]:
+            text = text.replace(step["pattern"]["String"], step["content"])
+        if kind == "Metaspace":
+            text = text.replace(step["replacement"], " ")
+    return text.encode()

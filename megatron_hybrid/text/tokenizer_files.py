@@ -5,7 +5,6 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,20 +38,8 @@ def find_tokenizer(folder: str | os.PathLike[str]) -> Path | None:
     return next((path for path in paths if os.path.lexists(path)), None)
 
 
-@dataclass(frozen=True)
-class TokenizerFiles:
-    """What the files say: the arguments of `Tokenizer`."""
-
-    tokenizer: tokenizers.Tokenizer
-    eod: int | None
-    end_tokens: Sequence[int]
-    settings: Mapping[str, Any]
-    chat_templates: Mapping[str, ChatTemplate]
-    generation_config: Mapping[str, Any]
-
-
-def read_tokenizer_files(folder: Path, config: Mapping[str, Any] | None = None) -> TokenizerFiles:
-    """See `Tokenizer.from_folder`."""
+def read_tokenizer_files(folder: Path, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the arguments of `Tokenizer`. See its `from_folder`."""
     path = find_tokenizer(folder)
     if path is None:
         raise ValueError(
@@ -85,38 +72,45 @@ def read_tokenizer_files(folder: Path, config: Mapping[str, Any] | None = None) 
     eod = None if name is None else tokenizer.token_to_id(name)
     if name is not None and eod is None:
         raise ValueError(f"{config_path} names the end token {name!r}, which {path} lacks.")
-    return TokenizerFiles(
-        tokenizer,
-        eod,
-        end_tokens=_read_end_tokens(folder, config),
-        settings=settings,
-        chat_templates=templates,
-        generation_config=_read_if_there(folder / GENERATION_CONFIG_FILE),
-    )
+    return {
+        "tokenizer": tokenizer,
+        "eod": eod,
+        "end_tokens": _read_end_tokens(folder, config),
+        "settings": settings,
+        "chat_templates": templates,
+        "generation_config": _read_if_there(folder / GENERATION_CONFIG_FILE),
+    }
 
 
-def write_tokenizer_files(folder: Path, files: TokenizerFiles) -> None:
+def write_tokenizer_files(
+    folder: Path,
+    tokenizer: tokenizers.Tokenizer,
+    end_tokens: Sequence[int],
+    settings: Mapping[str, Any],
+    chat_templates: Mapping[str, ChatTemplate],
+    generation_config: Mapping[str, Any],
+) -> None:
     """See `Tokenizer.save`."""
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / TOKENIZER_FILE, lambda path: files.tokenizer.save(str(path)))
+    replace_file(folder / TOKENIZER_FILE, lambda path: tokenizer.save(str(path)))
     # `transformers` takes tokenizer.json as it is for this class.
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": None}
-    write_json(folder / TOKENIZER_CONFIG_FILE, {**settings, **files.settings})
+    usual = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": None}
+    write_json(folder / TOKENIZER_CONFIG_FILE, {**usual, **settings})
     for path in (folder / SPECIAL_TOKENS_FILE, *_template_files(folder).values()):
         path.unlink(missing_ok=True)  # of an earlier tokenizer
-    for name, template in files.chat_templates.items():
+    for name, template in chat_templates.items():
         path = folder / CHAT_TEMPLATE_FOLDER / f"{name}.jinja"
         path = folder / CHAT_TEMPLATE_FILE if name == "default" else path
         path.parent.mkdir(exist_ok=True)
         path.write_text(template.source, encoding="utf-8")
     path = folder / GENERATION_CONFIG_FILE
-    if files.generation_config:
-        write_json(path, files.generation_config)
-    name = named_tokens(files.settings).get("eos_token")
-    stated = [] if name is None else [files.tokenizer.token_to_id(name)]
+    if generation_config:
+        write_json(path, generation_config)
+    name = named_tokens(settings).get("eos_token")
+    stated = [] if name is None else [tokenizer.token_to_id(name)]
     stated += _read_end_tokens(folder, _read_if_there(folder / "config.json"))
-    if tuple(dict.fromkeys(stated)) != files.end_tokens:
-        write_json(path, {**_read_if_there(path), "eos_token_id": list(files.end_tokens)})
+    if tuple(dict.fromkeys(stated)) != end_tokens:
+        write_json(path, {**_read_if_there(path), "eos_token_id": list(end_tokens)})
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:
