@@ -13,14 +13,13 @@ from ipaddress import ip_address
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from megatron_hybrid.serving.answers import prefix_block
-from megatron_hybrid.serving.errors import RETRY_SECONDS, ApiError
+from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.json_response import encode_json
 from megatron_hybrid.serving.service import Service
-from megatron_hybrid.serving.slow_clients import BodyClock
+from megatron_hybrid.serving.slow_clients import TOO_LARGE, LimitedBody
 
 access = logging.getLogger("megatron_hybrid.serving.access")
 
@@ -31,8 +30,6 @@ OPEN_PATHS = (
 """Paths that need no key; nor do the files of the page."""
 POLLED_PATHS = ("/requests", "/cache/tree", "/cache/history")
 """What the page asks for every second: without a line in the log."""
-_UNREAD_BODIES = 16
-"""Largest bodies of one key that may come, or wait to be read, at a time."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -115,7 +112,9 @@ class RequestMiddleware:
         path = scope["path"].removeprefix(scope["root_path"])
         headers, state = Headers(scope=scope), scope.setdefault("state", {})
         given = headers.get("x-request-id", "")
-        state["num_bytes"], state["body_is_read"] = 0, lambda: None
+        limit, state["num_bytes"], state["key"] = self._service.config.max_body_bytes, 0, ""
+        body = LimitedBody(receive, state, limit, self._unread)
+        state["body_is_read"] = body.release
         state["request_id"] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
         async def named(message) -> None:
@@ -127,59 +126,24 @@ class RequestMiddleware:
 
         try:
             try:
-                state["key"] = ""
                 if not (path in OPEN_PATHS or path.startswith("/page/")):
                     state["key"] = self._service.auth.key_of(headers)
                     if self._origins is not None:
                         self._origins.check(headers.get("host"), headers.get("origin"))
-                limited = self._limited(headers.get("content-length", ""), receive, state)
+                length = headers.get("content-length", "")
+                if length.isdecimal() and int(length) > limit:
+                    raise ApiError(413, TOO_LARGE.format(limit))
             except ApiError as error:
                 await refusal(error, scope)(scope, receive, named)
             else:
-                await self._app(scope, limited, named)
+                await self._app(scope, body, named)
         finally:
-            state["body_is_read"]()
+            body.release()
             # The pattern of the route: paths of clients are no names of metrics.
             route = getattr(scope.get("route"), "path", "other")
             self._service.num_responses[route, status] += 1
             if path not in POLLED_PATHS or status != 200:
                 self._log(scope, status, time.perf_counter() - began)
-
-    def _limited(self, length: str, receive, state: dict[str, Any]):
-        """`receive` with the limits of the body and of all bodies of a key. It counts the bytes in
-        `state`, whose `body_is_read` is called when they are read."""
-        limit, clock, key = self._service.config.max_body_bytes, BodyClock(), state["key"]
-        held = 0
-        text = f"the body has more than {limit} bytes, the most it may: send less"
-        if length.isdecimal() and int(length) > limit:
-            raise ApiError(413, text)
-
-        def release() -> None:
-            nonlocal held
-            self._unread[key] -= held
-            held = 0
-
-        state["body_is_read"] = release
-
-        async def counted():
-            nonlocal held
-            message = await clock.receive(receive, state["num_bytes"])
-            num_bytes = len(message.get("body", b""))
-            held += num_bytes
-            self._unread[key] += num_bytes
-            state["num_bytes"] += num_bytes
-            if state["num_bytes"] > limit:
-                raise HTTPException(413, text)
-            if (most := _UNREAD_BODIES * limit) < self._unread[key]:
-                raise HTTPException(
-                    429,
-                    f"this key sends {self._unread[key]} bytes at a time, and may send {most}: "
-                    "send fewer requests at a time",
-                    {"Retry-After": str(RETRY_SECONDS)},
-                )
-            return message
-
-        return counted
 
     def _log(self, scope, status: int, seconds: float) -> None:
         state = scope["state"]

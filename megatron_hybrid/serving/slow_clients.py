@@ -4,13 +4,14 @@ bodies do not arrive in time, are dropped, and work for a client that has gone e
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.errors import RETRY_SECONDS, ApiError
 
 T = TypeVar("T")
 MAX_HEADERS = 128
@@ -24,6 +25,9 @@ BODY_SECONDS = 20.0
 """Most time of a body to arrive, besides that of its bytes."""
 BODY_RATE = 64 << 10
 """Bytes a second that a body may count on."""
+UNREAD_BODIES = 16
+"""Largest bodies of one key that may come, or wait to be read, at a time."""
+TOO_LARGE = "the body has more than {} bytes, the most it may: send less"
 
 
 class TimedProtocol(HttpToolsProtocol):
@@ -110,29 +114,55 @@ class TimedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
 
-class BodyClock:
-    """Limits the time of one body."""
+class LimitedBody:
+    """`receive` of ASGI with limits: of a body's time and size, and of all bodies of a key.
 
-    def __init__(self):
-        self._began = time.perf_counter()
-        self._is_whole = False
+    Args:
+        receive: of ASGI.
+        state: of the request, whose `num_bytes` counts those that have come.
+        limit: most bytes of a body.
+        unread: bytes of the bodies that have come, or wait to be read, by key.
+    """
 
-    async def receive(self, receive, num_bytes: int):
-        """The next message of ASGI. num_bytes: that have come before.
+    def __init__(self, receive, state: dict[str, Any], limit: int, unread: Counter[str]):
+        self._receive, self._state, self._limit, self._unread = receive, state, limit, unread
+        self._began, self._is_whole, self._held = time.perf_counter(), False, 0
+
+    def release(self) -> None:
+        """The body is read, or dropped."""
+        self._unread[self._state["key"]] -= self._held
+        self._held = 0
+
+    async def __call__(self):
+        """The next message.
 
         Raises:
-            HTTPException: the body takes too long.
+            HTTPException: the body takes too long, or is too large.
         """
         if self._is_whole:  # it waits for the client's leaving
-            return await receive()
-        seconds = BODY_SECONDS + num_bytes / BODY_RATE
+            return await self._receive()
+        state, key = self._state, self._state["key"]
+        seconds = BODY_SECONDS + state["num_bytes"] / BODY_RATE
         try:
             async with asyncio.timeout(self._began + seconds - time.perf_counter()):
-                message = await receive()
+                message = await self._receive()
         except TimeoutError:
             text = f"the body has not arrived within {seconds:.0f} s: send it faster"
             raise HTTPException(408, text, {"Connection": "close"}) from None
         self._is_whole = not message.get("more_body", False)
+        num_bytes = len(message.get("body", b""))
+        self._held += num_bytes
+        self._unread[key] += num_bytes
+        state["num_bytes"] += num_bytes
+        if state["num_bytes"] > self._limit:
+            raise HTTPException(413, TOO_LARGE.format(self._limit))
+        if (most := UNREAD_BODIES * self._limit) < self._unread[key]:
+            raise HTTPException(
+                429,
+                f"this key sends {self._unread[key]} bytes at a time, and may send {most}: send "
+                "fewer requests at a time",
+                {"Retry-After": str(RETRY_SECONDS)},
+            )
         return message
 
 
