@@ -20,6 +20,7 @@ from megatron_hybrid.inference.metrics.prometheus import CONTENT_TYPE, PREFIX
 from megatron_hybrid.inference.requests.builder import Prompt, RenderedChat
 from megatron_hybrid.inference.requests.options import LoadedAdapter
 from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.serving import schemas
 from megatron_hybrid.serving.admission import Ticket
 from megatron_hybrid.serving.answers import Answer
 from megatron_hybrid.serving.changes import HEADER, header_of
@@ -56,27 +57,6 @@ from megatron_hybrid.serving.request_mapping import (
 from megatron_hybrid.serving.request_middleware import RequestMiddleware, refusal
 from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
 from megatron_hybrid.serving.routes import EVENTS, Answers, errors, keyed_routes, operator_routes
-from megatron_hybrid.serving.schemas import (
-    Aborted,
-    Adapter,
-    Chat,
-    Completion,
-    Detokenized,
-    Explanation,
-    InputTokens,
-    Json,
-    Load,
-    Message,
-    MessageError,
-    Model,
-    Models,
-    Reset,
-    Responded,
-    Saved,
-    TokenIds,
-    Tokenized,
-    Version,
-)
 from megatron_hybrid.serving.service import Service
 from megatron_hybrid.serving.slow_clients import cancel_on_disconnect
 from megatron_hybrid.serving.trainer_routes import add_trainer
@@ -176,40 +156,44 @@ _UNWELL: Answers = {
 def _add_generation(app: FastAPI, service: Service) -> None:
     statuses = 400, 401, 404, 413, 429, 499, 503, 504
     answers = EVENTS | errors(*statuses)
-    anthropic_answers = EVENTS | errors(*statuses, model=MessageError)
+    anthropic_answers = EVENTS | errors(*statuses, model=schemas.MessageError)
     routes = keyed_routes()
 
-    @routes.post("/v1/completions", response_model=Completion, responses=answers)
+    @routes.post("/v1/completions", response_model=schemas.Completion, responses=answers)
     async def completions(fields: CompletionFields, request: Request):
-        return await _generate(service, request, fields)
+        return await _answer(service, request, fields, "cmpl-")
 
-    @routes.post("/v1/chat/completions", response_model=Chat, responses=answers)
+    @routes.post("/v1/chat/completions", response_model=schemas.Chat, responses=answers)
     async def chat_completions(fields: ChatFields, request: Request):
-        return await _generate(service, request, fields)
+        return await _answer(service, request, fields, "chatcmpl-")
 
-    @routes.post("/invocations", response_model=Chat | Completion, responses=answers)
+    @routes.post(
+        "/invocations", response_model=schemas.Chat | schemas.Completion, responses=answers
+    )
     async def invocations(fields: AnyGeneration, request: Request):
-        return await _generate(service, request, fields)
+        prefix = "chatcmpl-" if isinstance(fields, ChatFields) else "cmpl-"
+        return await _answer(service, request, fields, prefix)
 
-    @routes.post("/v1/responses", response_model=Responded, responses=answers)
+    @routes.post("/v1/responses", response_model=schemas.Responded, responses=answers)
     async def responses(fields: ResponseFields, request: Request):
-        return await _respond(service, request, fields)
+        form = partial(ResponseAnswer, fields=fields)
+        return await _respond(service, request, fields, "resp_", form)
 
-    @routes.post("/v1/messages", response_model=Message, responses=anthropic_answers)
+    @routes.post("/v1/messages", response_model=schemas.Message, responses=anthropic_answers)
     async def messages(fields: MessageFields, request: Request):
-        return await _respond(service, request, fields)
+        return await _respond(service, request, fields, "msg_", MessageAnswer)
 
     @routes.post(
         "/v1/messages/count_tokens",
-        response_model=InputTokens,
-        responses=errors(400, 401, 404, 413, model=MessageError),
+        response_model=schemas.InputTokens,
+        responses=errors(400, 401, 404, 413, model=schemas.MessageError),
     )
     async def count_tokens(fields: PromptFields, request: Request):
         service.adapter_of(fields.model)
         fields.check()
         changes: list[str] = []
 
-        def counted() -> InputTokens:
+        def counted() -> schemas.InputTokens:
             chat = fields.to_chat()
             chat.check()
             count = len(_chat_prompt(service, chat).tokens)
@@ -220,35 +204,25 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             return await json_response(counted, request, changes=changes)
 
     @routes.post("/abort", responses=errors(400, 401, 413))
-    async def abort(fields: AbortFields, request: Request) -> Aborted:
+    async def abort(fields: AbortFields, request: Request) -> schemas.Aborted:
         fields.check()
         return {"aborted": service.admission.abort(fields.request_id, request.state.key)}
 
     app.include_router(routes)
 
 
-async def _generate(service: Service, request: Request, fields: GenerationFields):
-    def make(id: str, *given: Any) -> Answer:
-        kind = "chatcmpl" if isinstance(fields, ChatFields) else "cmpl"
-        name = fields.model or service.config.model_name
-        return Answer(service.tokenizer, fields, f"{kind}-{id}", name, *given)
-
-    return await _answer(service, request, fields, make)
-
-
-async def _respond(service: Service, request: Request, fields: OtherFields):
+async def _respond(
+    service: Service,
+    request: Request,
+    fields: OtherFields,
+    prefix: str,
+    form: Callable[[Answer], AnyAnswer],
+):
     """An answer to a chat, in the form of another route."""
     fields.check()
     with rename_error_fields(fields):
         chat = await in_turn(fields.to_chat, request)
-
-        def make(id: str, style: Style, thinks: bool, prompts: Any) -> AnyAnswer:
-            kind = "msg" if isinstance(fields, MessageFields) else "resp"
-            given = f"{kind}_{id}", chat.model or service.config.model_name, style, thinks
-            answer = Answer(service.tokenizer, chat, *given)
-            return MessageAnswer(answer) if kind == "msg" else ResponseAnswer(answer, fields)
-
-        return await _answer(service, request, chat, make)
+        return await _answer(service, request, chat, prefix, form)
 
 
 @contextmanager
@@ -264,9 +238,13 @@ def rename_error_fields(fields: OtherFields) -> Iterator[None]:
 
 
 async def _answer(
-    service: Service, request: Request, fields: GenerationFields, make: Callable[..., AnyAnswer]
+    service: Service,
+    request: Request,
+    fields: GenerationFields,
+    prefix: str,
+    form: Callable[[Answer], AnyAnswer] = lambda answer: answer,
 ):
-    """A whole answer, or a stream. make: (id, style, is_thinking, prompts) -> its form."""
+    """A whole answer, or a stream. prefix: of its id. form: writes it."""
     adapter = service.adapter_of(fields.model)
     fields.check()
     state = request.state
@@ -280,14 +258,15 @@ async def _answer(
         ticket.names = fields.caller_names
         reading = service.prepared(ticket, partial(_prepared, service, fields), state.num_bytes)
         read = await cancel_on_disconnect(request.receive, reading)
-        prompts, params, form, style, thinks = read
+        prompts, params, wish, style, thinks = read
         guide = None
-        if form is not None:
-            guide = await cancel_on_disconnect(request.receive, service.compiled(ticket, *form))
+        if wish is not None:
+            guide = await cancel_on_disconnect(request.receive, service.compiled(ticket, *wish))
         salt = service.auth.salt_of(state.key, fields.cache_salt)
         tenant = service.auth.tenant_of(state.key)
         options = request_options(fields, salt, tenant, guide, request.headers, adapter)
-        answer = make(ticket.request_id, style, thinks, prompts)
+        id, model = prefix + ticket.request_id, fields.model or service.config.model_name
+        answer = form(Answer(service.tokenizer, fields, id, model, style, thinks, prompts))
         headers = header_of(fields.changes)
         for change in headers.values():
             logger.info("request %s: %s", ticket.request_id, change)
@@ -440,7 +419,6 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     own = operator_routes(service.auth, 400, 401, 403, 404, 413)
 
     def tokens_of(fields: TokenizeFields) -> list[int]:
-        fields.check()
         if (fields.prompt is None) == (fields.messages is None):
             raise ApiError(400, "give either prompt or messages", "prompt")
         if fields.prompt is not None:
@@ -450,7 +428,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
                 raise refusal_of_text(error) from error
         return list(_chat_prompt(service, fields).tokens)
 
-    def tokenized(fields: TokenizeFields) -> Tokenized:
+    def tokenized(fields: TokenizeFields) -> schemas.Tokenized:
         tokens, names = tokens_of(fields), None
         if fields.return_token_strs:
             names = [service.tokenizer.shown_bytes(t).decode(errors="replace") for t in tokens]
@@ -461,8 +439,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             "token_strs": names,
         }
 
-    def detokenized(fields: DetokenizeFields) -> Detokenized:
-        fields.check()
+    def detokenized(fields: DetokenizeFields) -> schemas.Detokenized:
         size, most = service.tokenizer.vocab_size, service.engine_config.max_sequence_length
         if len(fields.tokens) > most:
             text = f"there are {len(fields.tokens)} tokens, and the context has {most}: send fewer"
@@ -471,41 +448,42 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             raise ApiError(400, f"token {outside[0]} is outside of [0, {size})", "tokens")
         return {"prompt": service.tokenizer.detokenize(fields.tokens, fields.skip_special_tokens)}
 
-    def rendered(fields: GenerationFields) -> TokenIds | list[TokenIds]:
-        fields.check()
+    def rendered(fields: GenerationFields) -> schemas.TokenIds | list[schemas.TokenIds]:
         service.admission.check_count(_num_prompts(fields), fields.n)
         prompts = _prompts(service, fields)
         if isinstance(fields, ChatFields):
             return {"token_ids": list(prompts[0].tokens)}
         return [{"token_ids": list(prompt)} for prompt in prompts]
 
-    @routes.post("/tokenize", response_model=Tokenized)
+    async def answer(job: Callable[[Any], Any], fields: Any, request: Request) -> Response:
+        service.adapter_of(fields.model)
+        fields.check()
+        return await json_response(partial(job, fields), request, changes=fields.changes)
+
+    @routes.post("/tokenize", response_model=schemas.Tokenized)
     async def tokenize(fields: TokenizeFields, request: Request):
-        service.adapter_of(fields.model)
-        return await json_response(lambda: tokenized(fields), request, changes=fields.changes)
+        return await answer(tokenized, fields, request)
 
-    @routes.post("/detokenize", response_model=Detokenized)
+    @routes.post("/detokenize", response_model=schemas.Detokenized)
     async def detokenize(fields: DetokenizeFields, request: Request):
-        service.adapter_of(fields.model)
-        return await json_response(lambda: detokenized(fields), request)
+        return await answer(detokenized, fields, request)
 
-    @own.get("/tokenizer_info", response_model=Json)
+    @own.get("/tokenizer_info", response_model=schemas.Json)
     async def tokenizer_info(request: Request):
         return await json_response(service.tokenizer.info, request)
 
-    @routes.post("/v1/completions/render", response_model=list[TokenIds])
+    @routes.post("/v1/completions/render", response_model=list[schemas.TokenIds])
     async def render_completion(fields: CompletionFields, request: Request):
-        service.adapter_of(fields.model)
-        return await json_response(lambda: rendered(fields), request)
+        return await answer(rendered, fields, request)
 
-    @routes.post("/v1/chat/completions/render", response_model=TokenIds)
+    @routes.post("/v1/chat/completions/render", response_model=schemas.TokenIds)
     async def render_chat(fields: ChatFields, request: Request):
-        service.adapter_of(fields.model)
-        return await json_response(lambda: rendered(fields), request, changes=fields.changes)
+        return await answer(rendered, fields, request)
 
     @own.post("/cache/explain")
-    async def explain(fields: ExplainFields, request: Request) -> Explanation:
+    async def explain(fields: ExplainFields, request: Request) -> schemas.Explanation:
         adapter = service.adapter_of(fields.model)
+        fields.check()
         key = request.state.key
         if fields.api_key is not None and (key := service.auth.known_key(fields.api_key)) is None:
             raise ApiError(400, "this is none of the server's keys: use one of them", "api_key")
@@ -553,11 +531,11 @@ def _add_state(app: FastAPI, service: Service) -> None:
         return PlainTextResponse("", 503 if failed else 200)
 
     @app.get("/version", responses=errors())
-    async def version() -> Version:
+    async def version() -> schemas.Version:
         return {"version": __version__}
 
     @routes.get("/load")
-    async def load() -> Load:
+    async def load() -> schemas.Load:
         return {"server_load": service.admission.load}
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=errors())
@@ -569,14 +547,14 @@ def _add_state(app: FastAPI, service: Service) -> None:
         return PlainTextResponse(text + _http_metrics(service), media_type=CONTENT_TYPE)
 
     @routes.get("/v1/models")
-    async def models() -> Models:
+    async def models() -> schemas.Models:
         adapters = [_model(service, each) for each in service.engine.adapters]
         return {"object": "list", "data": [_model(service), *adapters]}
 
     @routes.get("/v1/models/{name:path}", responses=errors(404))
     async def model(
         name: Annotated[str, Path(description="The name of the served model.")],
-    ) -> Model:
+    ) -> schemas.Model:
         found = service.adapter_of(name)
         loaded = (each for each in service.engine.adapters if each.name == found)
         return _model(service, next(loaded, None))
@@ -584,7 +562,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     app.include_router(routes)
 
 
-def _model(service: Service, adapter: LoadedAdapter | None = None) -> Model:
+def _model(service: Service, adapter: LoadedAdapter | None = None) -> schemas.Model:
     served = service.config.model_name
     return {
         "id": served if adapter is None else adapter.name,
@@ -624,12 +602,12 @@ def _add_cache(app: FastAPI, service: Service) -> None:
     routes = operator_routes(service.auth, *statuses, dependencies=[Depends(refusals)])
 
     @routes.post("/cache/reset")
-    async def reset() -> Reset:
+    async def reset() -> schemas.Reset:
         await service.engine.clear_cache()
         return {"reset": True}
 
     @routes.post("/cache/save")
-    async def save() -> Saved:
+    async def save() -> schemas.Saved:
         await service.engine.save_cache()
         return {"saved": True}
 
@@ -643,12 +621,12 @@ def _add_adapters(app: FastAPI, service: Service) -> None:
     routes = operator_routes(service.auth, 400, 401, 403, 413)
 
     @routes.post("/v1/load_lora_adapter")
-    async def load(fields: LoadAdapterFields) -> Adapter:
+    async def load(fields: LoadAdapterFields) -> schemas.Adapter:
         await service.load_adapter(fields.lora_name, fields.lora_path)
         return {"lora_name": fields.lora_name}
 
     @routes.post("/v1/unload_lora_adapter", responses=errors(404))
-    async def unload(fields: UnloadAdapterFields) -> Adapter:
+    async def unload(fields: UnloadAdapterFields) -> schemas.Adapter:
         await service.unload_adapter(fields.lora_name)
         return {"lora_name": fields.lora_name}
 

@@ -9,11 +9,11 @@ from fastapi import FastAPI, Query, Request, Response
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 
+from megatron_hybrid.serving import schemas
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.history import SPANS
 from megatron_hybrid.serving.json_response import json_response
 from megatron_hybrid.serving.routes import errors, operator_routes
-from megatron_hybrid.serving.schemas import History, Json, Requests
 from megatron_hybrid.serving.service import Service
 from megatron_hybrid.serving.tree_feed import TreeFeed
 
@@ -63,11 +63,11 @@ def add_page(app: FastAPI, service: Service) -> None:
 
     routes = operator_routes(service.auth, 401, 403)
 
-    @routes.get("/requests", response_model=Requests)
+    @routes.get("/requests", response_model=schemas.Requests)
     async def requests(request: Request) -> Response:
         views = await service.engine.requests(num_tokens)
 
-        def body() -> Requests:
+        def body() -> schemas.Requests:
             rows = [asdict(view) for view in views]
             texts = [text_of(*row.pop("last_tokens")) for row in rows]
             if num_tokens:
@@ -76,12 +76,12 @@ def add_page(app: FastAPI, service: Service) -> None:
 
         return await json_response(body, request)
 
-    @routes.get("/cache/tree", response_model=Json)
+    @routes.get("/cache/tree", response_model=schemas.Json)
     async def tree(request: Request, since: _Since = None) -> Response:
         columns = await feed.columns(since)
         return await json_response(lambda: columns, request)
 
-    @routes.get("/cache/history", response_model=History, responses=errors(400))
+    @routes.get("/cache/history", response_model=schemas.History, responses=errors(400))
     async def history(request: Request, seconds: _Seconds = 3600) -> Response:
         if seconds not in SPANS:
             spans = ", ".join(map(str, SPANS))

@@ -10,18 +10,9 @@ from pydantic import BaseModel, ConfigDict
 
 from megatron_hybrid.distributed.watchdog import RankFailedError
 from megatron_hybrid.inference.weights.transfer import TrainerError
+from megatron_hybrid.serving import schemas
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.routes import operator_routes
-from megatron_hybrid.serving.schemas import (
-    Done,
-    IsPaused,
-    IsSleeping,
-    Json,
-    State,
-    UpdateDone,
-    WeightInfo,
-    WorldSize,
-)
 from megatron_hybrid.serving.service import Service
 
 
@@ -34,14 +25,14 @@ class TrainerFields(BaseModel):
 class InitFields(TrainerFields):
     """Body of /init_weight_transfer_engine."""
 
-    init_info: Json
+    init_info: schemas.Json
     """The group of the trainer: `master_address`, `master_port`, `rank_offset` and `world_size`."""
 
 
 class UpdateFields(TrainerFields):
     """Body of /update_weights."""
 
-    update_info: Json
+    update_info: schemas.Json
     """The new weights: `path` is a folder that each rank can read; or `names`, `dtype_names` and
     `shapes` are those of the tensors that the trainer broadcasts. With `ipc_handles_pickled` each
     rank reads the tensors from its GPU's memory instead."""
@@ -93,65 +84,65 @@ def add_trainer(app: FastAPI, service: Service) -> None:
     routes = operator_routes(service.auth, *statuses, dependencies=[Depends(_refusals)])
 
     @routes.post("/pause")
-    async def pause(mode: Mode = "abort", clear_cache: ClearCache = True) -> State:
+    async def pause(mode: Mode = "abort", clear_cache: ClearCache = True) -> schemas.State:
         await engine.pause_generation(mode, clear_cache)
         return {"status": "paused"}
 
     @routes.post("/resume")
-    async def resume() -> State:
+    async def resume() -> schemas.State:
         await engine.resume_generation()
         return {"status": "resumed"}
 
     @routes.get("/is_paused")
-    async def is_paused() -> IsPaused:
+    async def is_paused() -> schemas.IsPaused:
         return {"is_paused": await engine.is_paused()}
 
     @routes.post("/sleep")
     async def sleep(
         level: Level = 1, mode: Mode = "abort", keep_cache: KeepCache = "drop"
-    ) -> State:
+    ) -> schemas.State:
         await engine.sleep(level, mode, keep_cache)
         return {"status": "sleeping" if level else "paused"}
 
     @routes.post("/wake_up")
-    async def wake_up(tags: Tags = None) -> State:
+    async def wake_up(tags: Tags = None) -> schemas.State:
         await engine.wake_up(tags)
         return {"status": "sleeping" if await engine.is_sleeping() else "awake"}
 
     @routes.get("/is_sleeping")
-    async def is_sleeping() -> IsSleeping:
+    async def is_sleeping() -> schemas.IsSleeping:
         return {"is_sleeping": await engine.is_sleeping()}
 
     @routes.post("/init_weight_transfer_engine")
-    async def init(fields: InitFields) -> Done:
+    async def init(fields: InitFields) -> schemas.Done:
         await engine.init_weight_transfer_engine(fields.init_info)
         return {"message": "Weight transfer initialized"}
 
     @routes.post("/start_weight_update")
-    async def start() -> Done:
+    async def start() -> schemas.Done:
         await engine.start_weight_update()
         return {"message": "Weight update started"}
 
     @routes.post("/update_weights")
-    async def update(fields: UpdateFields) -> Done:
+    async def update(fields: UpdateFields) -> schemas.Done:
         await engine.receive_weights(fields.update_info)
         return {"message": "Weights updated"}
 
     @routes.post("/finish_weight_update")
-    async def finish(fields: FinishFields | None = None) -> UpdateDone:
+    async def finish(fields: FinishFields | None = None) -> schemas.UpdateDone:
         nonlocal version
         await engine.finish_weight_update()
         version = None if fields is None else fields.weight_version
         return {"message": "Weight update finished", "weight_epoch": await engine.epoch()}
 
     @routes.get("/weight_info")
-    async def weight_info() -> WeightInfo:
+    async def weight_info() -> schemas.WeightInfo:
         unfinished, epoch = await engine.unfinished_weights(), await engine.epoch()
         named = version if unfinished is None else None
         return {"weight_version": named, "weight_epoch": epoch, "unfinished": unfinished}
 
     @routes.get("/get_world_size")
-    async def world_size() -> WorldSize:
+    async def world_size() -> schemas.WorldSize:
         return {"world_size": engine.num_ranks}
 
     app.include_router(routes)
