@@ -2,8 +2,8 @@
 
 import asyncio
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 from megatron_hybrid.cache.index.journal import Journal, Version
@@ -34,9 +34,8 @@ class TreeFeed:
         self._edges: dict[int, EdgeView] = {}
         self._texts: dict[int, str] = {}
         self._changed: set[int] = set()
-        # Numbers of edges and their last uses, the oldest first: those shown, and the others.
-        self._recent: OrderedDict[int, int] = OrderedDict()
-        self._hidden: OrderedDict[int, int] = OrderedDict()
+        self._uses: dict[int, int] = {}  # numbers of edges, and their last uses, the oldest first
+        self._recent: set[int] = set()  # those that are shown
         self._shown: Journal[int] = Journal()
         self._lock = asyncio.Lock()
 
@@ -55,15 +54,14 @@ class TreeFeed:
     # In the thread
 
     def _take(self, changes: TreeChanges) -> None:
-        known = (self._edges, self._texts, self._recent, self._hidden)
+        known = (self._edges, self._texts, self._uses)
         if changes.is_whole:
-            for each in (*known, self._changed, self._shown):
+            for each in (*known, self._changed, self._recent, self._shown):
                 each.clear()
         for number in changes.removed:
             for each in known:
                 each.pop(number, None)
             self._changed.discard(number)
-            self._hide(number)
         for edge in changes.edges:
             self._edges[edge.number] = edge
             self._changed.add(edge.number)
@@ -98,34 +96,20 @@ class TreeFeed:
 
     def _choose(self) -> None:
         """Take note of what is shown, and has changed, or has come in place of others."""
-        recent, hidden = self._recent, self._hidden
         # What was used since the last time was used later than all else; parents whenever their
         # children were.
         changed = [self._edges[number] for number in self._changed]
         for edge in sorted(changed, key=lambda edge: (edge.last_use, -edge.start)):
-            last_use = recent.get(edge.number, hidden.get(edge.number))
-            if last_use != edge.last_use:
-                hidden.pop(edge.number, None)
-                recent[edge.number] = edge.last_use
-                recent.move_to_end(edge.number)
-        told = self._changed & recent.keys()
-        while len(recent) > MAX_EDGES:
-            number, last_use = recent.popitem(last=False)
-            hidden[number] = last_use
-            told.discard(number)
-            self._hide(number)
-        while len(recent) < MAX_EDGES and hidden:
-            number, last_use = hidden.popitem()
-            recent[number] = last_use
-            recent.move_to_end(number, last=False)
-            told.add(number)
-        for number in sorted(told):
-            self._shown.note(number)
-        self._changed.clear()
-
-    def _hide(self, number: int) -> None:
-        if number in self._shown:
+            if self._uses.get(edge.number) != edge.last_use:
+                self._uses.pop(edge.number, None)
+                self._uses[edge.number] = edge.last_use
+        recent = set(islice(reversed(self._uses), MAX_EDGES))
+        for number in self._recent - recent:
             self._shown.remove(number, number)
+        for number in sorted(recent & (self._changed | (recent - self._recent))):
+            self._shown.note(number)
+        self._recent = recent
+        self._changed.clear()
 
     def _version(self, text: str | None) -> Version | None:
         """The version of an earlier answer; None: it is none of ours, or too old."""
