@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -247,8 +246,7 @@ class GuideCompiler:
 
     def __init__(self, token_bytes: Sequence[bytes], vocab_size: int):
         self._tokens = _Vocabulary(token_bytes, vocab_size)
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[Guide, Any] = OrderedDict()  # the least used first
+        self._kept = lru_cache(MAX_KEPT)(self._compiled)
 
     def matcher(self, guide: Guide, stop_ids: Iterable[int]) -> GuideMatcher:
         """Return the matcher of a new answer, which the stop tokens may end.
@@ -271,19 +269,14 @@ class GuideCompiler:
         Raises:
             ValueError: the guide cannot be kept to.
         """
-        with self._lock:
-            if guide in self._kept:
-                self._kept.move_to_end(guide)
-                return self._kept[guide]
+        return self._kept(guide)
+
+    def _compiled(self, guide: Guide) -> Any:
         matcher = self._tokens.matcher(_check(guide), guide)
         if not (self._tokens.bits(matcher).any() or matcher.is_accepting()):
             error = matcher.get_error()  # it may have come to nothing by itself
             is_limit = error and "NoExtension" not in error
             raise _refusal(guide, _told(error) if is_limit else _NO_ANSWER)
-        with self._lock:
-            self._kept[guide] = matcher
-            if len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
         return matcher
 
 
