@@ -93,6 +93,8 @@ def refusal_of_field(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     ]
     inner = "".join(f".{part}" for part in place[1:])
     message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        message = "it is unknown: leave it out"
     return ApiError(400, f"{param or 'the body'}{inner}: {message}", param)
 
 

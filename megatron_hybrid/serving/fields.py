@@ -164,8 +164,12 @@ class Fields(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _with_whole_numbers(cls, given: Any, handler: Any) -> Self:
-        """1.0 is an integer in JSON Schema."""
+    def _as_in_json(cls, given: Any, handler: Any) -> Self:
+        """1.0 is an integer in JSON Schema, and OpenAI's API takes null for a field that is left
+        out."""
+        if isinstance(given, dict) and None in given.values():
+            names = _left_out_by_null(cls)
+            given = {k: v for k, v in given.items() if v is not None or k not in names}
         try:
             return handler(given)
         except ValidationError as error:
@@ -176,15 +180,6 @@ class Fields(BaseModel):
             if not names:
                 raise
             return handler({k: _with_ints(v) if k in names else v for k, v in given.items()})
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        """OpenAI's API takes null for a field that is left out."""
-        if not isinstance(given, dict) or None not in given.values():
-            return given
-        names = _left_out_by_null(cls)
-        return {k: v for k, v in given.items() if v is not None or k not in names}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
@@ -319,7 +314,7 @@ Something = Annotated[Object, Field(min_length=1)]
 class StructuredOutputs(Fields):
     """The form that an answer must have, as in vLLM's API: one of these fields."""
 
-    model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
+    model_config = ConfigDict(extra="forbid")
 
     json_: Object | bool | Text | None = Field(None, alias="json")
     """The JSON Schema that the answer fits, as an object or as its JSON text."""
@@ -334,12 +329,6 @@ class StructuredOutputs(Fields):
     200 open brackets and 1000 repeats of a part."""
     structural_tag: Something | Text | None = None
     """A structural tag as in `response_format`, as an object or as its JSON text."""
-
-    @model_validator(mode="after")
-    def _knows_all(self) -> Self:
-        for name in self.model_extra or ():
-            raise ValueError(f"{name!r:.80} is unknown: leave it out")
-        return self
 
     @property
     def wishes(self) -> dict[str, Any]:
