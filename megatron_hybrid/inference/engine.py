@@ -89,15 +89,15 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
                 parts = make_parts(model, tokenizer, config, ranks, control, undo)
             undo.pop_all()
         self._guard, self._control = parts.guard, control
-        self._updates, self._epochs = parts.updates, parts.epochs
+        self._epochs = parts.epochs
         self.config, self.model, self.cache = parts.config, parts.model, parts.cache
         self.runner, self.offload, self.scheduler = parts.runner, parts.offload, parts.scheduler
         self.context, self.memory = parts.runner.context, parts.runner.memory
         self.request_builder, self.output = parts.request_builder, parts.output
         self.warm_up_seconds = parts.warm_up_seconds
         self.live = LiveRequests(parts)
-        self._steps = StepLoop(parts, self.live, self.stats)
         self.weights = WeightCalls(parts, self.live)
+        self._steps = StepLoop(parts, self.live, self.weights, self.stats)
         self._cache_calls = CacheCalls(parts, self.live, self.weights)
         self.adapters = AdapterCalls(parts, self.live)
         """Low-rank adapters over the model: `load(name, folder)`, `unload(name)`, `loaded`."""
@@ -532,7 +532,7 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
     @defer_sigint()
     def _close(self) -> None:
         self._guard.refuse_inside_step("close")
-        self._updates.leave()
+        self.weights.leave()
         self.offload.close()
         self._steps.close()
         self._epochs.start_over()

@@ -24,7 +24,6 @@ from megatron_hybrid.inference.requests.output import OutputProcessor
 from megatron_hybrid.inference.scheduling.scheduler import Scheduler
 from megatron_hybrid.inference.weight_epochs import Epochs
 from megatron_hybrid.inference.weights.cache_folders import CacheFolders
-from megatron_hybrid.inference.weights.updates import WeightUpdates
 from megatron_hybrid.inference.worker.adapter_bank import AdapterBank
 from megatron_hybrid.inference.worker.allocation import allocate
 from megatron_hybrid.inference.worker.graph_runner import GraphRunner, prompt_sizes
@@ -54,7 +53,6 @@ class EngineParts:
     request_builder: RequestBuilder
     output: OutputProcessor
     folders: CacheFolders
-    updates: WeightUpdates
     epochs: Epochs
     tracer: RequestTracer | None
     warm_up_seconds: float
@@ -152,7 +150,6 @@ def make_parts(
         RequestBuilder(config, cache, tokenizer, model.config.vocab_size, adapters),
         output,
         folders,
-        WeightUpdates(model, ranks, lambda: control.ends_waits),
         Epochs(scheduler, offload, runner, output, folders, config),
         tracer,
         _warm_up(runner, scheduler, config, control),

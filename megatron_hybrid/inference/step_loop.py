@@ -16,6 +16,7 @@ from megatron_hybrid.inference.rank_checks import check_equal_decisions
 from megatron_hybrid.inference.requests.request import Request, RequestOutput
 from megatron_hybrid.inference.scheduling.scheduler import RestoreFailedError
 from megatron_hybrid.inference.scheduling.step_plan import StepPlan
+from megatron_hybrid.inference.weight_calls import WeightCalls
 from megatron_hybrid.inference.weights.updates import WeightsUnfinishedError
 from megatron_hybrid.inference.worker.model_runner import Launched
 from megatron_hybrid.utils import out_of_memory
@@ -28,12 +29,18 @@ class StepLoop:
     """Runs the steps of an engine. Methods with the name of one of the engine's have its effect.
 
     Args:
-        parts, live: of the engine.
+        parts, live, weights: of the engine.
         stats: of the engine, for the log.
     """
 
-    def __init__(self, parts: EngineParts, live: LiveRequests, stats: Callable[[], Stats]):
-        self._parts, self._live, self._stats = parts, live, stats
+    def __init__(
+        self,
+        parts: EngineParts,
+        live: LiveRequests,
+        weights: WeightCalls,
+        stats: Callable[[], Stats],
+    ):
+        self._parts, self._live, self._weights, self._stats = parts, live, weights, stats
         self._guard, self._control, self._ranks = parts.guard, parts.control, parts.ranks
         self._scheduler, self._runner = parts.scheduler, parts.runner
         self._activity = ActivityLog()
@@ -64,7 +71,7 @@ class StepLoop:
                     "the model is in training mode, in which answers and what is cached of them "
                     "would be noisy: call model.eval(), or update_weights() after a training step"
                 )
-            reason = self._parts.updates.reason_to_wait
+            reason = self._weights.unfinished
             if reason is not None and not self._control.has_failed:  # else no weights help
                 raise WeightsUnfinishedError(reason)
         began, num_steps = time.perf_counter(), self.num_steps

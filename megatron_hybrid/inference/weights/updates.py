@@ -1,48 +1,31 @@
-"""Updates of a model's weights. However new weights come, a WeightUpdate takes them, on all ranks;
-WeightUpdates knows what an engine may do meanwhile and afterwards."""
+"""WeightUpdate: takes new weights of a model, however they come, on all ranks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from hashlib import blake2b
 from itertools import count
 
-import torch
 from torch import Tensor
 
 from megatron_hybrid.checkpoints.checkpoint import checked_load
 from megatron_hybrid.checkpoints.folder import CheckpointFolder
-from megatron_hybrid.checkpoints.model_tensors import own_weights
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError, check_numbers
 from megatron_hybrid.distributed.ranks import Ranks
 from megatron_hybrid.inference.weights.fingerprint import sample_hash
 from megatron_hybrid.inference.weights.loading import WeightLoader, require_values
-from megatron_hybrid.inference.weights.transfer import (
-    GroupInfo,
-    Joining,
-    Part,
-    TrainerError,
-    WeightGroup,
-    drop_unread,
-    part_of,
-)
-from megatron_hybrid.models.hybrid_model import NO_MEMORY, HybridModel
-from megatron_hybrid.models.parameter_names import is_of_prediction
+from megatron_hybrid.inference.weights.transfer import Part
+from megatron_hybrid.models.hybrid_model import HybridModel
 
 Pairs = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 _END = "nothing more"
 _CHECKING, _WRITING = "checking new weights", "writing new weights"
-_HOW = (
+HOW = (
     "by load_weights(), or by start_weight_update() and so on, where receive_weights({'path': ...})"
     " reads a folder"
 )
-_REMEDY = f"send these once more, or the whole model, {_HOW}"
-_WRITTEN = f" Tensors of the model were written before: {_REMEDY}."
-_LEFT = (
-    "What the trainer sends for it is not known here, so its group was left: call "
-    "init_weight_transfer_engine() again"
-)
-_DROPPED = "were dropped"
+REMEDY = f"send these once more, or the whole model, {HOW}"
+WRITTEN = f" Tensors of the model were written before: {REMEDY}."
 
 
 class WeightsUnfinishedError(RuntimeError):
@@ -198,214 +181,9 @@ class WeightUpdate:
         """An error that says what has been written before."""
         if not self.begun or not isinstance(error, CheckpointError):
             return error
-        explained = CheckpointError(f"{error}{_WRITTEN}")
+        explained = CheckpointError(f"{error}{WRITTEN}")
         explained.__cause__ = error
         return explained
-
-
-class WeightUpdates:
-    """The update that is under way, and the tensors that need one. All ranks make the same calls.
-
-    Args:
-        model: of this rank.
-        ranks: of the engine.
-        is_ending: whether a wait for a trainer is to end; threads ask it.
-    """
-
-    def __init__(
-        self, model: HybridModel, ranks: Ranks, is_ending: Callable[[], bool] = lambda: False
-    ):
-        self._model, self._ranks, self._is_ending = model, ranks, is_ending
-        self._device = next(model.parameters()).device
-        self._group: WeightGroup | None = None
-        self._joining: Joining | None = None
-        self._numbers = count()
-        self._update: WeightUpdate | None = None
-        self._lacking: set[str] = set()  # of all ranks: tensors without values of one model
-        self._cause = ""  # why they lack them
-
-    @property
-    def reason_to_wait(self) -> str | None:
-        """Why no step may use the weights; None: it may."""
-        if not self._model.has_memory:
-            return NO_MEMORY
-        if self._update is not None:
-            return "an update of the weights is under way: call finish_weight_update() first"
-        if self._lacking and self._cause == _DROPPED:
-            return f"the weights {_DROPPED}: send all of them, {_HOW}"
-        if self._lacking:
-            names = f"{len(self._lacking)} tensors, such as {min(self._lacking)}"
-            return (
-                f"the weights are not those of one model, as {self._cause}. This is about {names}: "
-                f"{_REMEDY}"
-            )
-        return None
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether nobody is about to send what lacks."""
-        return self._update is None and bool(self._lacking) and self._cause != _DROPPED
-
-    def begin_join(self, info: object) -> Joining:
-        """Set out to meet a trainer, in place of an earlier one, whose update ends."""
-        with self._ranks.raise_on_all("reading init_info"):
-            given = GroupInfo.parse(info)
-            given.check(self._ranks.size, self._device)
-        self._give_up("another trainer has come in an update")
-        self.leave()
-        rank, number = self._ranks.rank, next(self._numbers)
-        self._joining = Joining(number, given, rank, self._device, self._is_ending)
-        return self._joining
-
-    def end_join(self, number: int) -> bool:
-        """Return whether all ranks have met the trainer; nothing is waited for.
-
-        Raises:
-            TrainerError: on all ranks: one will not meet it, and the others have left.
-        """
-        joining = self._joining
-        if joining is None or joining.number != number:
-            raise TrainerError("the wait for this trainer has ended, or another one has come")
-        said = self._ranks.gather(joining.state)
-        for member, text in zip(self._ranks.members, said):
-            if text:
-                self.leave()
-                raise TrainerError(text if self._ranks.size == 1 else f"{member}: {text}")
-        if None in said:
-            return False
-        self._group, self._joining = joining.ended.result(), None
-        return True
-
-    def cancel_join(self) -> None:
-        joining, self._joining = self._joining, None
-        if joining is not None:
-            joining.leave()
-
-    def leave(self) -> None:
-        """Leave the trainer's group, and the way into one."""
-        self.cancel_join()
-        group, self._group = self._group, None
-        if group is not None:
-            group.close()
-
-    def start(self) -> None:
-        """Begin an update, in place of one that is under way."""
-        self._give_up("an update was begun anew before its end")
-        self._update = WeightUpdate(self._model, self._ranks)
-
-    def receive(self, info: object) -> None:
-        """Take a part of the weights.
-
-        Raises:
-            ValueError: `info` is none, or the part does not fit, see `WeightUpdate.take`. The
-                update is over; if nothing of it has been written, nothing has changed.
-            RuntimeError: no update is under way, or the trainer has failed.
-        """
-        part = None
-        try:
-            try:
-                with self._ranks.raise_on_all("reading update_info"):
-                    update = self._require_open("receive_weights")
-                    part = part_of(info, self._group, self._device)
-            except Exception as error:
-                self.settle(info, error, part)
-                raise
-            with self._ranks.raise_on_all("receive_weights()"):
-                update.take(part)
-                if self._device.type == "cuda":  # the trainer may write there again
-                    torch.cuda.synchronize(self._device)
-        except BaseException as error:
-            self._give_up(_cause_of(error))
-            if self._group is not None and self._group.has_failed:
-                self.leave()
-            raise
-
-    def finish(self) -> None:
-        """End an update.
-
-        Raises:
-            ValueError: tensors are missing; the update goes on.
-            RuntimeError: no update is under way.
-        """
-        update = self._require_open("finish_weight_update")
-        with self._ranks.raise_on_all("finishing an update"):
-            update.check_complete()
-            if left := sorted(self._lacking - update.begun):
-                more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
-                raise CheckpointError(
-                    f"{left[0]}{more} was not sent, and has no value of this model, as an earlier "
-                    "update has failed or the weights were dropped: send it before the end"
-                )
-        self.note_whole()
-
-    def load(self, pairs: Pairs, is_led: bool, begin_epoch: Callable[[], None]) -> None:
-        """Make an update of one call, in place of one that is under way. If the weights are those
-        of one model afterwards, and others than before, an epoch begins.
-
-        Args:
-            pairs: names and tensors; not looked at on other ranks than the first, if `is_led`.
-            is_led: whether only the first rank has pairs.
-
-        Raises:
-            TypeError: not pairs of names and tensors.
-            Exception: see `WeightUpdate.take`.
-        """
-        with self._ranks.raise_on_all("load_weights()"):
-            self.start()
-            update = self._update
-            try:
-                with self._ranks.raise_on_all("load_weights()"):
-                    update.take(_given(pairs, is_led, self._ranks))
-            except BaseException as error:
-                self._give_up(_cause_of(error))
-                raise
-            self._update, self._lacking = None, self._lacking - update.begun
-            if update.begun and not self._lacking:
-                begin_epoch()
-
-    def note_whole(self) -> None:
-        """All tensors are those of one model."""
-        self._update, self._lacking = None, set()
-
-    def note_dropped(self) -> None:
-        """No tensor has a value. Trainers may send none of an MTP head: its
-        values change no output."""
-        of_ranks = self._ranks.gather(list(own_weights(self._model)))
-        self._lacking = {name for names in of_ranks for name in names if not is_of_prediction(name)}
-        self._cause = _DROPPED
-
-    def _require_open(self, name: str) -> WeightUpdate:
-        if self._update is None:
-            raise RuntimeError(f"{name}() needs an update: call start_weight_update() first")
-        return self._update
-
-    def settle(self, info: object, error: Exception, part: Part | None = None) -> None:
-        """Take what the trainer sends for a part that no rank will take. Where nobody knows what
-        that is, leave the group: it would be taken for the next part.
-
-        error: why no rank will; it then says to join again.
-        """
-        if part is not None:
-            part.drop()
-        elif self._group is not None:
-            is_settled = False
-            with suppress(TrainerError):
-                is_settled = drop_unread(info, self._group)
-            if not is_settled:
-                self.leave()
-                error.args = (f"{error}. {_LEFT}",)
-
-    def _give_up(self, cause: str) -> None:
-        """End an update without its finish."""
-        update, self._update = self._update, None
-        if update is not None and update.begun:
-            self._lacking |= update.begun
-            self._cause = cause
-
-
-def _cause_of(error: BaseException) -> str:
-    text = str(error).removesuffix(_WRITTEN).rstrip(".")
-    return f"an update has failed with {type(error).__name__}: {text}"
 
 
 def _described(name: str, tensor: object) -> str:
@@ -422,10 +200,7 @@ def _pair(given: object) -> tuple[str, object]:
     raise TypeError(f"load_weights takes pairs of a name and a tensor, got a {kind}")
 
 
-# What load_weights is given -----------------------------------------------------------------------
-
-
-def _given(pairs: Pairs, is_led: bool, ranks: Ranks) -> Part:
+def what_is_given(pairs: Pairs, is_led: bool, ranks: Ranks) -> Part:
     """A part of what all ranks give, or the first one."""
     receives = is_led and not ranks.is_first
     pairs = () if receives else _listed(pairs)

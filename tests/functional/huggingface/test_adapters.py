@@ -25,7 +25,7 @@ from megatron_hybrid.checkpoints.huggingface import ADAPTERS
 from megatron_hybrid.checkpoints.model_tensors import own_tensors
 from megatron_hybrid.distributed.ranks import ONE_RANK
 from megatron_hybrid.inference.requests.options import RequestOptions
-from megatron_hybrid.inference.weights.updates import WeightUpdates
+from megatron_hybrid.inference.weights.updates import WeightUpdate, what_is_given
 
 LONG = 110
 FILE = "model.safetensors"
@@ -141,7 +141,7 @@ def test_new_weights_come_under_its_names_in_any_order(pair):
     other = mh.build_hybrid_model(replace(pair.model.config))
     names = pair.random.permutation(sorted(tensors)).tolist()
     pairs = ((name, tensors[name]) for name in names)
-    WeightUpdates(other, ONE_RANK).load(pairs, is_led=False, begin_epoch=lambda: None)
+    WeightUpdate(other, ONE_RANK).take(what_is_given(pairs, False, ONE_RANK))
     expected = own_tensors(pair.model)
     for name, tensor in own_tensors(other).items():
         assert torch.equal(tensor, expected[name]), name

@@ -173,7 +173,7 @@ def gpu_of(engine, tensors):
             mock.patch.object(transfer, "rebuild_cuda_tensor", rebuild),
             mock.patch.dict(transfer._HARMLESS, {name: rebuild}),
             mock.patch.object(torch.cuda, "synchronize"),
-            mock.patch.object(engine._updates, "_device", torch.device("cuda", 0)),
+            mock.patch.object(engine.weights, "_device", torch.device("cuda", 0)),
         ):
             patches.enter_context(patch)
         yield

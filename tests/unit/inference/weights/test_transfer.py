@@ -86,7 +86,7 @@ def test_an_update_of_parts_is_one_epoch_and_no_step_runs_inside(served):
     while request.num_generated < 3:
         engine.step()
     named = weights_of(fresh_model(PATTERN, 1))
-    engine._updates._group = TrainersGroup(tensor for _, tensor in named)
+    engine.weights._group = TrainersGroup(tensor for _, tensor in named)
     engine.start_weight_update()
     for start in range(0, len(named), 3):
         with pytest.raises(RuntimeError, match=r"is under way: call finish_weight_update\(\)"):
@@ -106,7 +106,7 @@ def test_an_update_of_parts_is_one_epoch_and_no_step_runs_inside(served):
 def test_a_mistake_in_the_first_part_changes_nothing_and_ends_the_update(served):
     engine, first, _ = served
     named = [("wrong", torch.zeros(2)), *weights_of(fresh_model(PATTERN, 1))]
-    group = engine._updates._group = TrainersGroup(tensor for _, tensor in named)
+    group = engine.weights._group = TrainersGroup(tensor for _, tensor in named)
     engine.start_weight_update()
     with pytest.raises(CheckpointError, match="no tensor wrong"):
         engine.receive_weights(info_of(named))
@@ -123,7 +123,7 @@ def test_a_part_that_is_refused_does_not_shift_the_next_one(served, why, has_hea
     engine, _, expected = served
     named = weights_of(fresh_model(PATTERN, 1))
     tensors = [tensor for _, tensor in named]
-    group = engine._updates._group = TrainersGroup([*tensors[:3], *tensors])
+    group = engine.weights._group = TrainersGroup([*tensors[:3], *tensors])
     group.has_heads = has_heads
     if why == "asleep":
         engine.suspend()
@@ -135,8 +135,8 @@ def test_a_part_that_is_refused_does_not_shift_the_next_one(served, why, has_hea
         engine.resume()
     assert ("init_weight_transfer_engine() again" in str(raised.value)) == (not has_heads)
     if not has_heads:
-        assert engine._updates._group is None
-        engine._updates._group = TrainersGroup(tensors)
+        assert engine.weights._group is None
+        engine.weights._group = TrainersGroup(tensors)
     with pytest.raises(RuntimeError, match="needs an update"):
         engine.receive_weights({"path": "/nowhere"})  # which the trainer sends nothing for
     engine.start_weight_update()
@@ -153,7 +153,7 @@ def test_half_an_update_is_never_used(served, failure, monkeypatch):
     named = weights_of(fresh_model(PATTERN, 1))
     tensors = [tensor for _, tensor in named]
     group = TrainersGroup([*tensors[:2], None])
-    engine._updates._group = group
+    engine.weights._group = group
     engine.start_weight_update()
     engine.receive_weights(info_of(named[:1]))
     if failure == "a mistake":
@@ -177,7 +177,7 @@ def test_half_an_update_is_never_used(served, failure, monkeypatch):
             engine.step()
     with pytest.raises(WeightsUnfinishedError, match=r"not those of one model|is under way"):
         engine.step()
-    engine._updates._group = TrainersGroup(tensors[1:] + tensors[:1])
+    engine.weights._group = TrainersGroup(tensors[1:] + tensors[:1])
     engine.start_weight_update()
     engine.receive_weights(info_of(named[1:]))
     with pytest.raises(CheckpointError, match=f"{named[0][0]}.* was not sent"):
@@ -191,7 +191,7 @@ def test_load_weights_and_update_weights_end_half_an_update(served):
     engine, _, expected = served
     named = weights_of(fresh_model(PATTERN, 1))
     for end in ("load_weights", "update_weights"):
-        engine._updates._group = TrainersGroup([named[0][1], None])
+        engine.weights._group = TrainersGroup([named[0][1], None])
         engine.start_weight_update()
         with pytest.raises(TrainerError):
             engine.receive_weights(info_of(named[:2]))
@@ -316,7 +316,7 @@ def test_a_trainer_that_does_not_come_is_told(served, address, monkeypatch):
     with pytest.raises(TrainerError, match=message):
         there = {"master_port": free_port(), "master_address": address}
         engine.init_weight_transfer_engine({**MEETING, **there})
-    assert answer(engine)[:2] == first[:2] and engine._updates._joining is None
+    assert answer(engine)[:2] == first[:2] and engine.weights._joining is None
 
 
 @pytest.mark.parametrize("how", ["cancelled", "another", "closed", "ending"])
@@ -347,7 +347,7 @@ def test_a_group_that_arrives_too_late_is_closed(served, how, monkeypatch):
     wait_until(lambda: not late.left)
     if how == "another":
         wait_until(lambda: engine.weights.end_join(other.number))
-        assert engine._updates._group is next_one
+        assert engine.weights._group is next_one
 
 
 def test_threads_of_a_trainer_send_each_head_with_its_tensor(monkeypatch):
