@@ -23,8 +23,8 @@ from megatron_hybrid.inference.worker.context import (
     input_fields,
 )
 from megatron_hybrid.inference.worker.graph_runner import graph_sizes, planned_bytes, refusal
-from megatron_hybrid.inference.worker.memory_profile import measured_step_bytes
 from megatron_hybrid.inference.worker.mtp_drafter import cached_layers, require_part
+from megatron_hybrid.inference.worker.warm_up import measured_step_bytes
 from megatron_hybrid.models.flops import token_flops
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.offload.offload import check_capacities

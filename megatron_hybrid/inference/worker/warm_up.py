@@ -1,14 +1,15 @@
-"""The warm-up: steps of no request, so that no request waits for kernels.
+"""Steps of no request: the warm-up, so that no request waits for kernels; what drafts cost; and the
+memory of the largest step.
 
 A kernel is compiled at its first launch, and one that has several configs takes their times then,
-by which it runs ever after. torch and its libraries load theirs in the same way. So these steps
-launch all that later ones may, the largest of them first. They go the way of all steps, over live
+by which it runs ever after. torch and its libraries load theirs in the same way. So the warm-up
+launches all that later steps may, the largest of them first. Its steps go the way of all, over live
 slots that nobody has, the null page, and pages that are free.
 """
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import replace
 from itertools import cycle
@@ -17,13 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_hybrid.distributed.ranks import Ranks
 from megatron_hybrid.inference.draft_length import DraftCost, DraftCosts, break_even
 from megatron_hybrid.inference.sampling_params import Draw, SamplingParams
-from megatron_hybrid.inference.scheduling.step_plan import Restore, Save, StepPlan, Work
+from megatron_hybrid.inference.scheduling.step_plan import Restore, Save, Scored, StepPlan, Work
 from megatron_hybrid.inference.worker.context import DynamicInferenceContext
 from megatron_hybrid.inference.worker.graph_runner import graph_sizes
-from megatron_hybrid.inference.worker.memory_profile import null_tables
 from megatron_hybrid.inference.worker.model_runner import ModelRunner
+from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.utils.out_of_memory import is_lack_of_memory
 from megatron_hybrid.utils.progress import progress
 
@@ -106,7 +108,7 @@ def measure_draft_costs(runner: ModelRunner, max_tokens: int) -> DraftCosts:
     """
     context, memory, most = runner.context, runner.memory, runner.context.max_drafts
     start = min(_TIMED_POSITION, context.max_sequence_length - 1 - most)
-    tables = null_tables(memory.spec, context.max_sequence_length)
+    tables = _null_tables(context)
     found: dict[int, DraftCost] = {}
     sizes = _TIMED_DECODES[memory.device.type]
     for size in dict.fromkeys(min(size, context.max_requests) for size in sizes):
@@ -177,7 +179,7 @@ def _plans(
     pages: of a checkpoint; None: no state is saved.
     """
     most, longest = context.max_requests, context.max_sequence_length
-    tables, kinds = null_tables(context.memory.spec, longest), cycle(_DRAWN)
+    tables, kinds = _null_tables(context), cycle(_DRAWN)
 
     def works(counts: list[int]) -> list[Work]:
         """One for each number of tokens, from position 0."""
@@ -207,3 +209,66 @@ def _plans(
     if pages is not None:
         sources.append({"checkpoint_pages": pages})
     yield StepPlan(restores=[Restore(0, 0, null, null, **source) for source in sources])
+
+
+def _null_tables(context: DynamicInferenceContext) -> list[np.ndarray]:
+    """Block tables of the null page, as `Work.tables`, for the longest sequence."""
+    spec, num_tokens = context.memory.spec, context.max_sequence_length
+    groups = (spec.kv_pages_per_block, *(spec.pages_per_block[own] for own in spec.local_groups))
+    return [np.zeros((spec.num_blocks(num_tokens), pages), np.int32) for pages in groups]
+
+
+def measured_step_bytes(
+    model: HybridModel,
+    context: DynamicInferenceContext,
+    num_captures: int,
+    max_tokens: int,
+    ranks: Ranks,
+) -> int:
+    """Return how much a step of `max_tokens` tokens takes on a CUDA device besides pool, slots and
+    inputs: prompts at the end of the longest sequence, with the log-probabilities of all tokens.
+    Call it on all ranks of the model.
+
+    context: over a pool of any size. The step reads and writes the null page and the live slots.
+
+    Raises:
+        RuntimeError: the device lacks the memory for the step.
+    """
+    runner = ModelRunner(model, context, None, "raw_logprobs", ranks)  # the plan has no fetch
+    plan = _largest_plan(context, num_captures, max_tokens)
+
+    @torch.inference_mode()
+    def run() -> None:
+        logits_nV = runner.forward(plan)
+        if logits_nV is not None:
+            runner.score(plan, logits_nV)
+
+    return peak_bytes(context.memory.device, run)
+
+
+def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
+    """Return the most memory of a CUDA device that torch allocates at a time while `run` runs."""
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _largest_plan(context: DynamicInferenceContext, num_captures: int, max_tokens: int) -> StepPlan:
+    plan, left, longest = StepPlan(), max_tokens, context.max_sequence_length
+    params = SamplingParams(return_log_probs=True)
+    tables = _null_tables(context)
+    for slot in range(context.max_requests):
+        count = min(left, longest)
+        if not count:
+            break
+        start = longest - count
+        saved = range(start + 1, start + count)[:num_captures]
+        work = Work(slot, slot, start, np.zeros(count, np.int32), longest, tables, count)
+        if count > 1:
+            work.scored = Scored(start + 1, [0] * (count - 1), params)
+        work.saves = [Save(position, np.zeros(0, np.int32)) for position in saved]
+        plan.work.append(work)
+        num_captures -= len(saved)
+        left -= count
+    return plan

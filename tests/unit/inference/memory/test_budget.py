@@ -17,8 +17,8 @@ from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.memory import budget
 from megatron_hybrid.inference.memory.budget import Part, available_bytes, pool_pages, step_bytes
 from megatron_hybrid.inference.scheduling.scheduler import max_captures
-from megatron_hybrid.inference.worker import memory_profile
-from megatron_hybrid.inference.worker.memory_profile import measured_step_bytes
+from megatron_hybrid.inference.worker import warm_up
+from megatron_hybrid.inference.worker.warm_up import measured_step_bytes
 
 CPU = torch.device("cpu")
 
@@ -276,7 +276,7 @@ def test_no_step_takes_more_than_the_estimate(monkeypatch, pattern, max_tokens):
             run()
         return peak.bytes
 
-    monkeypatch.setattr(memory_profile, "peak_bytes", peak_bytes)
+    monkeypatch.setattr(warm_up, "peak_bytes", peak_bytes)
     args = model, engine.context, captures, max_tokens, engine.ranks
     measured = measured_step_bytes(*args)
     blocks = budget._BLOCKS
@@ -288,7 +288,7 @@ def test_no_step_takes_more_than_the_estimate(monkeypatch, pattern, max_tokens):
 
 def test_running_the_largest_step_changes_no_answer(monkeypatch):
     """It runs before the engine's own memory is made; the model is as before."""
-    monkeypatch.setattr(memory_profile, "peak_bytes", lambda device, run: run() or 0)
+    monkeypatch.setattr(warm_up, "peak_bytes", lambda device, run: run() or 0)
     engine, prompt = tiny_engine(), random_tokens(40)
     expected = tiny_engine().generate([prompt], greedy(5))[0].token_ids
     captures = max_captures(engine.cache.spec, 8, 512)
