@@ -98,13 +98,11 @@ def make_parts(
     model.eval()
     adapters = AdapterBank(model, config, ranks)
     undo.callback(adapters.close)
-    allocated = allocate(model, config, ranks)
-    config, memory = allocated.config, allocated.context.memory
+    context, config, needs = allocate(model, config, ranks)
+    memory = context.memory
     policy = POLICIES[config.cache_policy](memory.spec)
     cache = PrefixCache(memory.spec, len(memory.pool), config.prefix_caching, policy)
-    folders = CacheFolders(
-        ranks.name, model, memory.spec, allocated.kv_dtype, config.state_encoding
-    )
+    folders = CacheFolders(ranks.name, model, memory.spec, config)
     disk = None
     if config.cache_dir is not None:
         disk = folders.open(config.cache_dir)
@@ -113,18 +111,18 @@ def make_parts(
         cache, PageMover(memory.pool), config.host_cache_bytes, disk, config.disk_cache_bytes, ranks
     )
     graphs = None
-    if (numbers := allocated.needs.graph_sizes) is not None:
+    if (numbers := needs.graph_sizes) is not None:
         in_pieces = prompt_sizes(config.max_tokens, config.max_sequence_length)
-        graphs = GraphRunner(model, allocated.context, numbers, in_pieces, ranks)
+        graphs = GraphRunner(model, context, numbers, in_pieces, ranks)
     runner = ModelRunner(
         model,
-        allocated.context,
+        context,
         offload.fetches.load,
         config.logprobs_mode,
         ranks,
         graphs,
         adapters,
-        allocated.needs.has_copies,
+        needs.has_copies,
     )
     scheduler = Scheduler(
         cache,

@@ -1,6 +1,7 @@
 """OutputProcessor: turns drawn tokens into answers (log-probabilities, stops, text)."""
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -34,7 +35,7 @@ class OutputProcessor:
             request.mark_failed(kind(FAILURES[token]))
             return True
         if request.first_token_at is None:
-            request.mark_first_token()
+            request.first_token_at = time.perf_counter()
         if params.num_tokens_to_generate == 0:
             request.mark_answered("length")
             return True

@@ -242,13 +242,6 @@ class Request:
         """Whether the request is done, and no longer in the engine."""
         return self.status is RequestStatus.FINISHED
 
-    def mark_started(self) -> None:
-        if self.started_at is None:
-            self.started_at = time.perf_counter()
-
-    def mark_first_token(self) -> None:
-        self.first_token_at = time.perf_counter()
-
     def mark_answered(self, reason: str) -> None:
         self.finish_reason, self.done = reason, True
         self.finished_at = time.perf_counter()

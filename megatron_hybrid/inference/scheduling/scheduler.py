@@ -316,7 +316,7 @@ class Scheduler:
     def _start(self, request: Request, lease: Lease) -> None:
         request.lease = lease
         request.slot = self.free_slots.pop()
-        request.mark_started()
+        request.started_at = request.started_at or time.perf_counter()
         insort(self.running, request, key=lambda r: r.request_id)
         request.status = RequestStatus.PREFILL
         request.waits_for = None

@@ -4,9 +4,8 @@ from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 
-import torch
-
 from megatron_hybrid.cache.pages.spec import CacheSpec
+from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.weights.fingerprint import fingerprint
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.offload.disk_store import DiskStore, real_path
@@ -19,19 +18,12 @@ class CacheFolders:
 
     Args:
         name: of the rank.
-        model, spec, kv_dtype, state_encoding: what the content depends on, see `fingerprint`.
+        model, spec, config: what the content depends on, see `fingerprint`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        model: HybridModel,
-        spec: CacheSpec,
-        kv_dtype: torch.dtype,
-        state_encoding: str,
-    ):
+    def __init__(self, name: str, model: HybridModel, spec: CacheSpec, config: InferenceConfig):
         self._name, self._page_bytes = name, spec.page_bytes
-        self._content = model, spec, kv_dtype, state_encoding
+        self._content = model, spec, config
         self._is_cuda = next(model.parameters()).device.type == "cuda"
         self._fingerprint: dict[str, str] | None = None
 

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_hybrid.cache.pages.spec import CacheSpec
+from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.weights.change_detector import forward_hooks
+from megatron_hybrid.models.hybrid_model import HybridModel
 
 _CHUNK = 1 << 20
 """Elements to mix at a time: 16 MiB, near a CPU's caches."""
@@ -19,9 +21,7 @@ _SAMPLED = 1 << 12
 """Elements of a tensor that `sample_hash` looks at."""
 
 
-def fingerprint(
-    model, spec: CacheSpec, kv_dtype: torch.dtype, state_encoding: str
-) -> dict[str, str]:
+def fingerprint(model: HybridModel, spec: CacheSpec, config: InferenceConfig) -> dict[str, str]:
     """Return values and hashes, by name, of everything that cached states, keys and values depend
     on, on this rank."""
     fields = model.config.to_dict()
@@ -29,8 +29,8 @@ def fingerprint(
     configuration = json.dumps(fields, sort_keys=True, default=str)
     # A user's choices first: errors name the first difference.
     return {
-        "state_encoding": state_encoding,
-        "kv_dtype": str(kv_dtype),
+        "state_encoding": config.state_encoding,
+        "kv_dtype": str(config.kv_cache_dtype or next(model.parameters()).dtype),
         "block_size_tokens": str(spec.block_size_tokens),
         "model_configuration": _hash(configuration),
         "memory_layout": _hash(repr(spec)),

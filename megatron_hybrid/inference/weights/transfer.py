@@ -351,19 +351,6 @@ class GroupInfo:
         """Raise ValueError if all ranks of a model cannot join."""
         _checked_backend(self.backend, device, self.rank_offset + num_ranks - 1, self.world_size)
 
-    def join(self, rank: int, device: torch.device, is_over: Callable[[], bool]) -> WeightGroup:
-        """Meet the trainer. rank: of the model. is_over: as of `WeightGroup`."""
-        return WeightGroup(
-            self.master_address,
-            self.master_port,
-            self.rank_offset + rank,
-            self.world_size,
-            backend=self.backend,
-            name=self.group_name,
-            device=device,
-            is_over=is_over,
-        )
-
 
 class Joining:
     """This rank's way into a trainer's group, in a thread of its own: a wait that steps go on in.
@@ -392,7 +379,16 @@ class Joining:
 
     def _run(self, info: GroupInfo, rank: int, device: torch.device) -> None:
         try:
-            found = info.join(rank, device, lambda: self._is_left or self._is_ending())
+            found = WeightGroup(
+                info.master_address,
+                info.master_port,
+                info.rank_offset + rank,
+                info.world_size,
+                backend=info.backend,
+                name=info.group_name,
+                device=device,
+                is_over=lambda: self._is_left or self._is_ending(),
+            )
         except BaseException as error:  # whoever waits is told
             found = str(error) or type(error).__name__
         self.ended.set_result(found)

@@ -82,20 +82,14 @@ def needs_of(
     return Needs(drafts, captures, config.max_requests + num_fillers, graphed, has_copies, parts)
 
 
-@dataclass(frozen=True)
-class Allocated:
-    """The memory of an engine, and the sizes that it was made for."""
-
-    context: DynamicInferenceContext
-    """Context, whose `memory` has the pool and the live slots."""
-    config: InferenceConfig
-    """The config, with the `cache_bytes` of the pool."""
-    kv_dtype: torch.dtype
-    needs: Needs
-
-
-def allocate(model: HybridModel, config: InferenceConfig, ranks: Ranks) -> Allocated:
+def allocate(
+    model: HybridModel, config: InferenceConfig, ranks: Ranks
+) -> tuple[DynamicInferenceContext, InferenceConfig, Needs]:
     """Allocate what an engine needs. Call it on all ranks of the model.
+
+    Returns:
+        The context, whose `memory` has the pool and the live slots; the config, with the
+        `cache_bytes` of the pool; and what all of it was made for.
 
     Raises:
         ValueError: the model cannot draft as `config` asks for, or a size is too small.
@@ -158,7 +152,7 @@ def allocate(model: HybridModel, config: InferenceConfig, ranks: Ranks) -> Alloc
             spec.tokens_in(num_pages - 1),
             spec.states_in(num_pages - 1),
         )
-    return Allocated(context, config, dtype, needs)
+    return context, config, needs
 
 
 def _agreed_spec(

@@ -165,7 +165,7 @@ def test_half_an_update_is_never_used(served, failure, monkeypatch):
         with pytest.raises(RuntimeError, match="needs an update"):
             engine.receive_weights(info_of(named[:1]))
     elif failure == "another trainer":
-        monkeypatch.setattr(GroupInfo, "join", lambda self, *_: TrainersGroup([]))
+        monkeypatch.setattr(transfer, "WeightGroup", lambda *_, **__: TrainersGroup([]))
         engine.init_weight_transfer_engine(MEETING)
         with pytest.raises(RuntimeError, match="needs an update"):
             engine.receive_weights(info_of(named[:1]))
@@ -325,12 +325,12 @@ def test_a_group_that_arrives_too_late_is_closed(served, how, monkeypatch):
     late, next_one = TrainersGroup([1]), TrainersGroup([1])
     groups, comes = [late, next_one], threading.Event()
 
-    def join(self, rank, device, is_over):
+    def join(*_, **__):
         mine = groups.pop(0)
         comes.wait()
         return mine
 
-    monkeypatch.setattr(GroupInfo, "join", join)
+    monkeypatch.setattr(transfer, "WeightGroup", join)
     joining = engine.weights.begin_join(MEETING)
     wait_until(lambda: len(groups) == 1)
     if how == "cancelled":
