@@ -73,7 +73,7 @@ class Epochs:
     def start_over(self) -> None:
         """Queue all running requests again, without anything computed. Generated tokens stay."""
         self._scheduler.start_over()
-        self._runner.drop_parked()
+        self._runner.parked.clear()
 
     def clear(self) -> None:
         """Empty the cache, and bind it to the present weights. New ones begin an epoch.

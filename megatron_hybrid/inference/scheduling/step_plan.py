@@ -165,12 +165,9 @@ class StepPlan:
     ready: list[Ready] = field(default_factory=list)
     saves: list[SlotSave] = field(default_factory=list)
 
-    @property
-    def has_moves(self) -> bool:
-        return bool(self.drops or self.parks or self.loads or self.restores or self.saves)
-
     def __bool__(self) -> bool:
-        return bool(self.has_moves or self.work or self.ready)
+        moves = self.drops or self.parks or self.loads or self.restores or self.saves
+        return bool(moves or self.work or self.ready)
 
     def draws(self) -> list[tuple[int, Draw]]:
         """All draws of the step, each with its request's id, in the order of the logits."""

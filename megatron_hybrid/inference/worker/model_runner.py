@@ -24,7 +24,6 @@ from megatron_hybrid.inference.sampling_params import (
     SamplingParams,
 )
 from megatron_hybrid.inference.scheduling.step_plan import (
-    Park,
     PromptScores,
     Restore,
     Save,
@@ -83,7 +82,8 @@ class ModelRunner:
         self.context, self.memory = context, context.memory
         self.logprobs_mode = logprobs_mode
         self._load = load
-        self._parked: dict[int, ParkedRequest] = {}
+        self.parked: dict[int, ParkedRequest] = {}
+        """Bytes of preempted requests in host memory, by request id."""
         self.ranks = ranks
         self.graphs = graphs
         self._derived: dict = {}  # see `keep_derived`
@@ -97,10 +97,7 @@ class ModelRunner:
 
     @property
     def parked_bytes(self) -> int:
-        return sum(parked.num_bytes for parked in self._parked.values())
-
-    def drop_parked(self) -> None:
-        self._parked.clear()
+        return sum(parked.num_bytes for parked in self.parked.values())
 
     def drop_old_weights(self) -> None:
         """Drop what was worked out from weights that have changed. Graphs stay if the new ones lie
@@ -166,11 +163,12 @@ class ModelRunner:
         """Queue all that comes before the forward."""
         plan, result = launched.plan, launched.result
         for request_id in plan.drops:
-            self._parked.pop(request_id, None)
+            self.parked.pop(request_id, None)
         # Before all writes: this step may write the pages that the request had.
         for park in plan.parks:
             with optional_work(partial(_note, result.not_parked, park.request_id)):
-                self._park(park)
+                parked = self.memory.park(park.tables, park.num_tokens, park.slot)
+                self.parked[park.request_id] = parked
         for key, targets in plan.loads.items():
             with optional_work(partial(_note, result.unloaded, key)):
                 self._load(key, targets)
@@ -193,19 +191,16 @@ class ModelRunner:
     @torch.inference_mode()
     def launch_rest(self, launched: Launched) -> None:
         """Queue what follows a forward: draws, scores and their copy to the host; saves."""
-        if launched.logits_nV is not None:
-            self._launch_draws(launched)
-        self._save(launched.plan, launched.result)
-
-    def _launch_draws(self, launched: Launched) -> None:
         plan, logits_nV = launched.plan, launched.logits_nV
-        drawn = launched.drawn = self.sample(plan, logits_nV)
-        launched.scores = self.score(plan, logits_nV)
-        tensors = [tensor for each in launched.scores.values() for tensor in each]
-        if drawn is not None:
-            tensors += drawn.tensors()
-            self.context.drawn_tokens = drawn.tokens_n
-        launched.copy = HostCopy(tensors) if tensors else None
+        if logits_nV is not None:
+            drawn = launched.drawn = self.sample(plan, logits_nV)
+            launched.scores = self.score(plan, logits_nV)
+            tensors = [tensor for each in launched.scores.values() for tensor in each]
+            if drawn is not None:
+                tensors += drawn.tensors()
+                self.context.drawn_tokens = drawn.tokens_n
+            launched.copy = HostCopy(tensors) if tensors else None
+        self._save(plan, launched.result)
 
     @torch.inference_mode()
     def collect(self, launched: Launched) -> StepResult:
@@ -253,18 +248,14 @@ class ModelRunner:
                 drawn.setdefault(owner, []).extend([Sampled(token)] * (token != NOT_DRAWN))
         _note_drawn(result, drawn)
 
-    def _park(self, park: Park) -> None:
-        parked = self.memory.park(park.tables, park.num_tokens, park.slot)
-        self._parked[park.request_id] = parked
-
     def _unpark(self, unpark: Unpark) -> None:
-        parked = self._parked.pop(unpark.request_id, None)
+        parked = self.parked.pop(unpark.request_id, None)
         if parked is None:
             raise MemoryError(f"request {unpark.request_id} found no host memory to be parked in")
         self.memory.unpark(parked, unpark.tables, unpark.first_block, unpark.slot)
 
     def _restore(self, restore: Restore) -> None:
-        self._parked.pop(restore.request_id, None)  # a failed step's: it starts from the cache
+        self.parked.pop(restore.request_id, None)  # a failed step's: it starts from the cache
         if restore.source_slot is not None:
             self.memory.copy_slot(restore.source_slot, restore.slot)
         elif restore.checkpoint_pages is not None:
