@@ -39,10 +39,8 @@ class RequestTracer:
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=2)))
         self._tracer = self._provider.get_tracer("megatron_hybrid", __version__)
-        self._extract, self._inside = (
-            TraceContextTextMapPropagator().extract,
-            trace.set_span_in_context,
-        )
+        self._extract = TraceContextTextMapPropagator().extract
+        self._inside = trace.set_span_in_context
 
     def note_end(self, request: Request) -> None:
         """Write the spans of a request, or of one sample of it, that has ended."""

@@ -400,7 +400,9 @@ class Request:
 
     def result(self) -> GenerationResult:
         """The answer so far; final once `done`."""
-        scored = self.params.return_log_probs
+        scored, scores_prompt = self.params.return_log_probs, self.params.needs_prompt_logits
+        lists_top = self.params.top_n_logprobs > 0
+        first, added, ended = self.first_token_at, self.added_at, self.finished_at
         return GenerationResult(
             request_id=self.request_id,
             prompt_tokens=self.tokens[: self.num_prompt_tokens].tolist(),
@@ -409,20 +411,14 @@ class Request:
             finish_reason=self.finish_reason or self.status.value,
             prefix=self.prefix,
             log_probs=list(self.log_probs) if scored else None,
-            prompt_log_probs=(
-                list(self.prompt_log_probs) if self.params.needs_prompt_logits else None
-            ),
-            top_n_logprobs=list(self.top_n_logprobs) if self.params.top_n_logprobs else None,
+            prompt_log_probs=list(self.prompt_log_probs) if scores_prompt else None,
+            top_n_logprobs=list(self.top_n_logprobs) if lists_top else None,
             prompt_top_n_logprobs=(
-                list(self.prompt_top_n_logprobs)
-                if self.params.top_n_logprobs and self.params.needs_prompt_logits
-                else None
+                list(self.prompt_top_n_logprobs) if lists_top and scores_prompt else None
             ),
             epochs=list(self.epochs),
-            time_to_first_token=(
-                None if self.first_token_at is None else self.first_token_at - self.added_at
-            ),
-            total_time=None if self.finished_at is None else self.finished_at - self.added_at,
+            time_to_first_token=None if first is None else first - added,
+            total_time=None if ended is None else ended - added,
             stop_reason=self.stop_reason,
             error=self.error,
             is_unsatisfiable=self.is_unsatisfiable,
