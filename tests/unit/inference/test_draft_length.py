@@ -131,15 +131,6 @@ def test_wrong_drafts_end_below_the_cost_and_are_tried_again():
     assert length.choose(DraftCost(BUSY), 3) == 2
 
 
-def test_a_load_that_comes_and_goes_costs_no_acceptance():
-    length = DraftLength()
-    length.note(3, 3)
-    before = length.acceptance
-    assert length.choose(DraftCost(ALONE), 3) == 3
-    assert {length.choose(DraftCost(1.5), 3, trial) for trial in (False, True)} == {0}
-    assert (length.acceptance, length.choose(DraftCost(ALONE), 3)) == (before, 3)
-
-
 def test_a_request_that_is_joined_by_others_drafts_less_until_they_end():
     """And its answer is the same, and acceptance, too."""
     model, prompt = tiny_model("M*"), random_tokens(20)

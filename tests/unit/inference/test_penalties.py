@@ -1,8 +1,6 @@
 """Biases, penalties and bans: each against its definition elsewhere, and in answers of the engine
 that neither cache, batch, preemption nor samples may change."""
 
-import pickle
-
 import numpy as np
 import pytest
 import torch
@@ -148,13 +146,6 @@ def test_a_step_in_which_no_row_asks_costs_nothing():
     draws = [draw_of([1, 2], [3], (7,), top_k=3, min_p=0.1), draw_of([1], [2], (7,), seed=4)]
     assert adjust(logits, draws) is logits
     assert all(draw.prompt_tokens is draw.answer_tokens is None for draw in draws)
-
-
-def test_a_draw_is_plain_data():
-    draw = draw_of([1, 2, 1], [3, 3], (7,), repetition_penalty=1.2, min_tokens=9)
-    other = pickle.loads(pickle.dumps(draw))
-    assert torch.equal(adjust(rows_of(1), [draw]), adjust(rows_of(1), [other]))
-    assert draw.prompt_tokens.tolist() == [1, 2] and draw.answer_tokens.tolist() == [3, 3]
 
 
 # In the engine -----------------------------------------------------------------------------------
