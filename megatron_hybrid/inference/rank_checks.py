@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from itertools import zip_longest
 from zlib import crc32
 
 import torch
@@ -113,14 +114,10 @@ def check_equal_decisions(ranks: Ranks, step: int, scheduler: Scheduler, plan: S
     Raises:
         RankError: on all ranks; it names the first difference.
     """
-    parts = _parts(scheduler, plan)
-    sums = ranks.gather([crc32("\n".join(lines).encode()) for lines in parts.values()])
-    for index, name in enumerate(parts):
-        if len({of_rank[index] for of_rank in sums}) == 1:
-            continue
-        lines = ranks.gather(parts[name])
-        for other, theirs in enumerate(lines):
-            for own, their in zip((*lines[0], "no more"), (*theirs, "no more")):
+    everyone = ranks.gather(_parts(scheduler, plan))
+    for name, lines in everyone[0].items():
+        for other, theirs in enumerate(everyone):
+            for own, their in zip_longest(lines, theirs[name], fillvalue="no more"):
                 if own != their:
                     raise RankError(
                         f"step {step}: the ranks decided differently or compute different tokens, "

@@ -173,14 +173,10 @@ class WeightCalls:
             given.check(self._ranks.size, self._device)
         self._give_up("another trainer has come in an update")
         self.leave()
-        self._joining = Joining(
-            next(self._numbers), given, self._ranks.rank, self._device, self._is_ending
-        )
-        return self._joining
-
-    def _is_ending(self) -> bool:
-        """Whether a wait for a trainer is to end; threads ask it."""
-        return self._control.ends_waits
+        rank, number, control = self._ranks.rank, next(self._numbers), self._control
+        joining = Joining(number, given, rank, self._device, lambda: control.ends_waits)
+        self._joining = joining
+        return joining
 
     @on_all_ranks
     def end_join(self, number: int) -> bool:

@@ -95,7 +95,8 @@ class DraftPlanner:
             return
         for chunk, tokens in found:
             draws = chunk.request.draft_draws(tokens)
-            builder.add_drafts(chunk, draws[: self._lend(chunk.request, len(draws))])
+            chunk.draft_draws = draws[: self._lend(chunk.request, len(draws))]
+            builder.num_tokens += len(chunk.draft_draws)
 
     def note(self, chunk: Chunk) -> None:
         """Count the drafts of a chunk that has run."""

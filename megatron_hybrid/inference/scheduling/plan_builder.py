@@ -139,10 +139,6 @@ class PlanBuilder:
         self.chunks.append(chunk)
         self.num_tokens += chunk.end - chunk.start
 
-    def add_drafts(self, chunk: Chunk, draws: list[Draw]) -> None:
-        chunk.draft_draws = draws
-        self.num_tokens += len(draws)
-
     def drop_chunk(self, request_id: int) -> None:
         self.chunks = [each for each in self.chunks if each.request.request_id != request_id]
 

@@ -541,21 +541,19 @@ def _in_shared_memory(
         raise ValueError(
             f"update_info has {len(heads)} names and {len(handles)} handles: give as many of each"
         )
-    for (name, head), of_gpus in zip(heads, handles):
-        for arguments in of_gpus.values():
-            _check_handle(name, head, arguments)
     if device.type != "cuda":
         raise ValueError(
             f"the model is on {device}, and memory is shared by CUDA IPC handles on a GPU alone: "
             "send the weights to a group, or give a path"
         )
     uuid = _uuid_of(device)
-    for (name, _), of_gpus in zip(heads, handles):
+    for (name, head), of_gpus in zip(heads, handles):
         if uuid not in of_gpus:
             raise ValueError(
                 f"{name} has no handle for the GPU {uuid}, only for {', '.join(of_gpus)}: the "
                 "trainer and this rank must share a GPU"
             )
+        _check_handle(name, head, of_gpus[uuid])
 
     def tensors() -> Iterator[tuple[str, Received]]:
         for (name, _), of_gpus in zip(heads, handles):

@@ -252,7 +252,7 @@ def test_handles_are_those_of_what_was_announced(made, message, monkeypatch):
     monkeypatch.setattr(transfer, "_uuid_of", lambda device: "GPU-1")
     for gpu in ("GPU-1", "GPU-2"):
         info = {**ONE, "ipc_handles_pickled": pickled([{gpu: made}])}
-        expected = message or ("has no handle for the GPU GPU-1" if gpu == "GPU-2" else None)
+        expected = message if gpu == "GPU-1" else "has no handle for the GPU GPU-1, only for GPU-2"
         if expected is None:
             part = part_of(info, None, torch.device("cuda"))
             assert [(name, head.shape) for name, head in part.heads] == [(OUTPUT, (97, 32))]
