@@ -208,7 +208,7 @@ class StepLoop:
             self.num_ahead += 1
         self._answer(launched, ahead)
         if ahead is not None:
-            scheduler.ahead.go_on(ahead.plan)
+            scheduler.go_on(ahead.plan)
             self._runner.launch_rest(ahead)
             self._launched = ahead
 

@@ -166,14 +166,3 @@ class PlanBuilder:
                 for r, saved in self.ending.items()
             ],
         )
-
-
-@dataclass
-class Plans:
-    """The steps of a scheduler that are being planned, or run."""
-
-    current: PlanBuilder = field(default_factory=PlanBuilder)
-    next: PlanBuilder = field(default_factory=PlanBuilder)
-    """Moves that are due before the next step, with it or without."""
-    ahead: PlanBuilder | None = None
-    """The step after the current one, if it is launched already."""

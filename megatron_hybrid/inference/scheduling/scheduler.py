@@ -25,7 +25,6 @@ from megatron_hybrid.inference.scheduling.draft_planner import DraftPlanner
 from megatron_hybrid.inference.scheduling.plan_builder import (
     Chunk,
     PlanBuilder,
-    Plans,
     copies_of,
     tables_of,
 )
@@ -100,8 +99,9 @@ class Scheduler:
         self.running: list[Request] = []  # in order of arrival
         self._max_requests = max_requests
         self.free_slots = list(range(max_requests - 1, -1, -1))
-        self._plans = Plans()
-        self.ahead = StepAhead(cache, self._states, self._plans)
+        self._current = PlanBuilder()  # the step that is planned, or runs
+        self._next = PlanBuilder()  # moves that are due before the next step, with it or without
+        self.ahead = StepAhead(cache, self._states)
         self._drew_again = False  # a row of the last step, and so the next one may do, too
         self._admitting: Request | None = None
         self._suspects: dict[Request, None] = {}  # of what made steps fail
@@ -141,8 +141,8 @@ class Scheduler:
         return builder.plan(self.fetches.take_loads())
 
     def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """Plan the step after `plan`, the current one, while it runs; `go_on` of `ahead` completes
-        it. None: it depends on what that one draws, or on room that others have to give up."""
+        """Plan the step after `plan`, the current one, while it runs; `go_on` completes it.
+        None: it depends on what that one draws, or on room that others have to give up."""
         waits_for_tiers = self.fetches.is_busy or bool(self.waiting and self.fetches.tiers)
         if self._drew_again or self._suspects or waits_for_tiers or not self.ahead.may_follow(plan):
             return None
@@ -150,14 +150,18 @@ class Scheduler:
         is_shared = self.waiting and self.cache.mode == "memory_only"
         if is_shared and any(len(work.tokens) > 1 for work in plan.work):
             return None
-        builder = self._plans.ahead = self.ahead.begin()
+        builder = self.ahead.begin(self._current)
         self.ahead.plan_decodes(builder, plan, self.running, self.max_tokens)
         self._plan_prompts(builder)
         if builder.is_short or not (builder.chunks or builder.ready):
-            self._plans.ahead = None  # nobody has started in it
+            self.ahead.builder = None  # nobody has started in it
             return None
         self._states.reserve(chunk for chunk in builder.chunks if chunk.source < 0)
         return builder.plan({})
+
+    def go_on(self, plan: StepPlan) -> None:
+        """Make the step that was launched ahead the current one: see `StepAhead.complete_plan`."""
+        self._current = self.ahead.complete_plan(plan)
 
     def _plan_prompts(self, builder: PlanBuilder) -> None:
         """Add parts of the running prompts, and start waiting requests, as far as there is room."""
@@ -209,8 +213,8 @@ class Scheduler:
         return self._begin().plan({})
 
     def _begin(self) -> PlanBuilder:
-        self._plans.current, self._plans.next = self._plans.next, PlanBuilder()
-        return self._plans.current
+        self._current, self._next = self._next, PlanBuilder()
+        return self._current
 
     def _budget(self, builder: PlanBuilder) -> int:
         kept = sum(builder.kept.values()) if builder.kept else 0
@@ -375,7 +379,7 @@ class Scheduler:
             Their requests, once for each token.
         """
         owners = []
-        for chunk in self._plans.current.chunks:
+        for chunk in self._current.chunks:
             for sampled in accepted.get(chunk.request.request_id, ()):
                 owners.append(chunk.request)
                 chunk.num_accepted += 1
@@ -387,7 +391,7 @@ class Scheduler:
     def complete(self, result: StepResult) -> list[Request]:
         """Record the results of the last plan: blocks and saved states become visible to others.
         Returns the requests with a token in `result.sampled`, each before its forks."""
-        builder, self._plans.current = self._plans.current, PlanBuilder()
+        builder, self._current = self._current, PlanBuilder()
         if result.sampled:  # else these are moves
             self._drew_again = bool(result.again) or builder.is_short
         for request in builder.parks:
@@ -478,7 +482,7 @@ class Scheduler:
                     queued.append(sibling)
                     continue
                 self._start(sibling, lease)
-                self._plans.next.restores[sibling] = Restore(
+                self._next.restores[sibling] = Restore(
                     sibling.request_id, sibling.slot, *copies_of(lease), source_slot=request.slot
                 )
                 sibling.num_computed = request.num_computed
@@ -513,10 +517,10 @@ class Scheduler:
     def abort(self) -> None:
         """Roll back after a failed step. Its unrecorded results are dropped: pages and live slots
         may be half written. All running requests are queued again and start from the cache."""
-        for request in self._plans.current.parks:
+        for request in self._current.parks:
             request.parked_tokens = 0  # the runner may have its bytes, or not
-        self._plans.next = PlanBuilder(drops=self._plans.current.drops + self._plans.next.drops)
-        self._plans.current, self._plans.ahead, self._admitting = PlanBuilder(), None, None
+        self._next = PlanBuilder(drops=self._current.drops + self._next.drops)
+        self._current, self.ahead.builder, self._admitting = PlanBuilder(), None, None
         self.fetches.abort()
         running = self.running[::-1]
         leases = [self._take_lease(request) for request in running]
@@ -553,7 +557,7 @@ class Scheduler:
                 self.fetches.leave(request.fetch)
         finally:
             if request.lease is None:
-                self._plans.next.drops.append(request.request_id)
+                self._next.drops.append(request.request_id)
                 request.status = RequestStatus.FINISHED
             else:
                 request.status = RequestStatus.CLOSING
@@ -561,8 +565,8 @@ class Scheduler:
 
     def _end(self, request: Request) -> None:
         """End a running request: with the next plan if its state is worth its room, else now."""
-        if request in self._plans.next.restores:  # a fork that was not executed yet
-            self._plans.next.remove(request)
+        if request in self._next.restores:  # a fork that was not executed yet
+            self._next.remove(request)
             self._end_lease(request)
             request.status = RequestStatus.FINISHED
             return
@@ -574,7 +578,7 @@ class Scheduler:
             if reservation is None:
                 self._retire(request)
             else:
-                self._plans.next.ending[request] = reservation
+                self._next.ending[request] = reservation
 
     @property
     def closing(self) -> list[Request]:

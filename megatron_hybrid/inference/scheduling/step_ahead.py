@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.inference.requests.request import Request, RequestStatus
-from megatron_hybrid.inference.scheduling.plan_builder import Chunk, PlanBuilder, Plans, draws_of
+from megatron_hybrid.inference.scheduling.plan_builder import Chunk, PlanBuilder, draws_of
 from megatron_hybrid.inference.scheduling.state_saver import StateSaver
 from megatron_hybrid.inference.scheduling.step_plan import StepPlan, StepResult, Unpark
 
@@ -16,11 +16,12 @@ class StepAhead:
     Args:
         cache: of the requests.
         states: reserves room for those that the step saves.
-        plans: of the scheduler.
     """
 
-    def __init__(self, cache: PrefixCache, states: StateSaver, plans: Plans):
-        self._cache, self._states, self._plans = cache, states, plans
+    def __init__(self, cache: PrefixCache, states: StateSaver):
+        self._cache, self._states = cache, states
+        self.builder: PlanBuilder | None = None
+        """The step, if it is launched."""
 
     def may_follow(self, plan: StepPlan) -> bool:
         """Return whether a step can be planned while `plan`, the current one, runs: not where it
@@ -33,13 +34,12 @@ class StepAhead:
             or any(len(ready.draws) > 1 for ready in plan.ready)
         )
 
-    def begin(self) -> PlanBuilder:
+    def begin(self, current: PlanBuilder) -> PlanBuilder:
         """Return the step without any work."""
-        current = self._plans.current
         launched = {chunk.request: chunk.end for chunk in current.chunks}
-        return PlanBuilder(
-            launched=launched | {r: r.num_tokens for r in current.ready}, is_ahead=True
-        )
+        launched |= {request: request.num_tokens for request in current.ready}
+        self.builder = PlanBuilder(launched=launched, is_ahead=True)
+        return self.builder
 
     def plan_decodes(
         self, builder: PlanBuilder, plan: StepPlan, running: Sequence[Request], most: int
@@ -78,8 +78,8 @@ class StepAhead:
 
     def computes(self, request: Request) -> bool:
         """Return whether the step has a row of this request."""
-        ahead = self._plans.ahead
-        return ahead is not None and any(chunk.request is request for chunk in ahead.chunks)
+        chunks = () if self.builder is None else self.builder.chunks
+        return any(chunk.request is request for chunk in chunks)
 
     def drop_void(self, plan: StepPlan, result: StepResult) -> None:
         """Take out what has nothing to compute: its request has ended before, its token was drawn
@@ -89,7 +89,7 @@ class StepAhead:
             plan: of the step.
             result: of the current step.
         """
-        self._plans.ahead.is_short = bool(result.again)
+        self.builder.is_short = bool(result.again)
         for work in plan.work:
             is_void = work.request_id in result.unrestored or work.request_id in result.again
             if work.source >= 0 and not is_void:
@@ -97,13 +97,11 @@ class StepAhead:
                 is_void = token < 0 or token in work.stops
             if is_void:
                 work.draws, work.saves = {}, []
-                self._plans.ahead.drop_chunk(work.request_id)
+                self.builder.drop_chunk(work.request_id)
 
-    def go_on(self, plan: StepPlan) -> None:
-        """Give the plan its draws and saves, now that its tokens are known, and make it the current
-        one."""
-        builder = self._plans.current = self._plans.ahead
-        self._plans.ahead = None
+    def complete_plan(self, plan: StepPlan) -> PlanBuilder:
+        """Give the plan its draws and saves, now that its tokens are known. Returns its step."""
+        builder, self.builder = self.builder, None
         chunks = {c.request.request_id: c for c in builder.chunks if c.source >= 0}
         self._states.reserve(chunks.values())
         for work in plan.work:
@@ -113,3 +111,4 @@ class StepAhead:
                     work.saves = chunk.saves()
                 if not chunk.request.done:
                     chunk.draws, work.draws = True, draws_of(chunk.request)
+        return builder
