@@ -22,8 +22,8 @@ from megatron_hybrid.inference.rank_checks import (
 from megatron_hybrid.inference.requests.builder import RequestBuilder, TextTokenizer
 from megatron_hybrid.inference.requests.output import OutputProcessor
 from megatron_hybrid.inference.scheduling.scheduler import Scheduler
-from megatron_hybrid.inference.weight_epochs import Epochs
 from megatron_hybrid.inference.weights.cache_folders import CacheFolders
+from megatron_hybrid.inference.weights.epochs import Epochs
 from megatron_hybrid.inference.worker.adapter_bank import AdapterBank
 from megatron_hybrid.inference.worker.allocation import allocate
 from megatron_hybrid.inference.worker.graph_runner import GraphRunner, prompt_sizes

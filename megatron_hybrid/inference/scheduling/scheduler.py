@@ -596,12 +596,7 @@ class Scheduler:
 
     def _retire(self, request: Request) -> None:
         """Commit the computed tokens of a request, and end it."""
-        try:
-            self._give_up_lease(request)
-        finally:
-            request.status = RequestStatus.FINISHED
-
-    def _give_up_lease(self, request: Request) -> None:
+        request.status = RequestStatus.FINISHED
         try:
             self._commit_last(request)
         finally:
@@ -638,7 +633,7 @@ class Scheduler:
             request.parked_tokens, request.lease_before = done, lease
             builder.parks[request] = Park(request.request_id, request.slot, done, tables_of(lease))
         try:
-            self._give_up_lease(request)
+            self._retire(request)
         finally:
             self._requeue(request)
 
