@@ -536,7 +536,6 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
         self.offload.close()
         self._steps.close()
         self._epochs.start_over()
-        self.live.cancel_waiting()
         self.live.close()
         self.memory.keep(None)
         self._cache_calls.release_memory()

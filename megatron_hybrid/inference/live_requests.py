@@ -7,8 +7,7 @@ from contextlib import ExitStack
 from megatron_hybrid.inference.engine_parts import EngineParts
 from megatron_hybrid.inference.exclusive import exclusive
 from megatron_hybrid.inference.metrics.meter import Meter
-from megatron_hybrid.inference.requests.builder import RequestSpec
-from megatron_hybrid.inference.requests.request import Request, RequestOutput
+from megatron_hybrid.inference.requests.request import Request, RequestOutput, RequestSpec
 from megatron_hybrid.inference.requests.view import EndedRequests
 from megatron_hybrid.inference.sampling_params import Sampled
 from megatron_hybrid.utils import out_of_memory
@@ -47,7 +46,7 @@ class LiveRequests:
     def add(self, samples: list[Request]) -> None:
         """Queue a request, all of its samples."""
         if self._ranks.size > 1:
-            spec = RequestSpec.of(samples)
+            spec = samples[0].spec
             if self._control.leads:
                 self._control.queue(LiveRequests.follow_add, spec)
             self._control.note("add_request()", spec.values())
@@ -143,13 +142,11 @@ class LiveRequests:
         while self.abandoned and not self._control.leads:
             self._cancel(self.abandoned.popleft())
 
-    def cancel_waiting(self) -> None:
+    def close(self) -> None:
+        """Cancel the requests that wait, and send the last spans."""
         for request in list(self._scheduler.waiting):
             for sample in (request, *request.siblings):
                 self._cancel_sample(sample)
-
-    def close(self) -> None:
-        """Send the last spans."""
         if self._tracer is not None:
             self._tracer.close()
 

@@ -1,7 +1,7 @@
 """RequestBuilder: checks a caller's arguments, all of them before anything changes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.requests.options import LoadedAdapter, RequestOptions
-from megatron_hybrid.inference.requests.request import Request, ThoughtMeter, bits_of
+from megatron_hybrid.inference.requests.request import Request, RequestSpec, ThoughtMeter, bits_of
 from megatron_hybrid.inference.sampling_params import SamplingParams, model_defaults
 from megatron_hybrid.inference.worker.adapter_bank import AdapterBank
 from megatron_hybrid.text.chat_messages import check_messages
@@ -44,45 +44,6 @@ Prompt = str | Sequence[int] | Tensor | np.ndarray | Sequence[Mapping[str, Any]]
 NO_TOKEN = -1
 """Stands for no token in `termination_id` and in a tokenizer's end tokens, as in megatron-core. No
 other id below zero means anything."""
-
-
-@dataclass(frozen=True)
-class RequestSpec:
-    """A checked prompt as plain data, from which each rank makes the same requests."""
-
-    first_id: int
-    """Id of the first of n samples; the others follow."""
-    tokens: np.ndarray
-    """int [prompt]."""
-    max_tokens: int
-    """Most tokens of prompt and answer together."""
-    params: SamplingParams
-    options: RequestOptions
-    seed: int
-    message_starts: tuple[int, ...]
-    stop_ids: frozenset[int]
-
-    @classmethod
-    def of(cls, samples: Sequence[Request]) -> "RequestSpec":
-        first = samples[0]
-        return cls(
-            first.request_id,
-            first.tokens[: first.num_prompt_tokens],
-            len(first.tokens),
-            first.params,
-            first.options,
-            first.seed,
-            first.message_starts,
-            first.stop_ids,
-        )
-
-    def values(self) -> dict[str, object]:
-        """Return what all ranks must have in common of it, by name."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("params", "options"):
-            part = given.pop(name)
-            given |= {f"{name}.{f.name}": getattr(part, f.name) for f in fields(part)}
-        return given | {"stop_ids": sorted(self.stop_ids)}
 
 
 class RequestBuilder:
@@ -195,7 +156,7 @@ class RequestBuilder:
         """The adapter that a request asks for. Raises ValueError if there is none of its name."""
         return None if options.adapter is None else self.adapters.require(options.adapter)
 
-    def make(self, spec: "RequestSpec") -> list[Request]:
+    def make(self, spec: RequestSpec) -> list[Request]:
         """Make the samples of a checked prompt, of this or of the first rank's builder."""
         options, samples = spec.options, []
         self.next_id = max(self.next_id, spec.first_id + options.n)  # ids are seeds
@@ -229,7 +190,9 @@ class RequestBuilder:
                     origin=self,
                 )
             )
-        samples[0].siblings, samples[0].other_samples = samples[1:], samples[1:]
+        first, *others = samples
+        first.siblings, first.other_samples = list(others), others
+        first.spec = replace(spec, tokens=first.tokens[: len(spec.tokens)])  # without a copy
         return samples
 
     def check_params(self, params: SamplingParams | None) -> SamplingParams:

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -159,6 +159,31 @@ class ThoughtMeter:
         return self._is_open and self._num_tokens >= self._budget.max_tokens
 
 
+@dataclass(frozen=True)
+class RequestSpec:
+    """A checked prompt as plain data, from which each rank makes the same requests."""
+
+    first_id: int
+    """Id of the first of n samples; the others follow."""
+    tokens: np.ndarray
+    """int [prompt]."""
+    max_tokens: int
+    """Most tokens of prompt and answer together."""
+    params: SamplingParams
+    options: RequestOptions
+    seed: int
+    message_starts: tuple[int, ...]
+    stop_ids: frozenset[int]
+
+    def values(self) -> dict[str, object]:
+        """Return what all ranks must have in common of it, by name."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("params", "options"):
+            part = given.pop(name)
+            given |= {f"{name}.{f.name}": getattr(part, f.name) for f in fields(part)}
+        return given | {"stop_ids": sorted(self.stop_ids)}
+
+
 @dataclass(eq=False)
 class Request:
     """The engine's record of one request, and the handle that `add_request` returns.
@@ -182,6 +207,7 @@ class Request:
     sample_index: int = 0
     longest_forward: int = 1 << 62  # most of its tokens in one step
     origin: object = None  # the `RequestBuilder` of its engine
+    spec: RequestSpec | None = None  # of all n samples, on the first one only
 
     status: RequestStatus = RequestStatus.WAITING
     num_tokens: int = 0

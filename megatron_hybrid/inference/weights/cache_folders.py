@@ -25,16 +25,9 @@ class CacheFolders:
         self._name, self._page_bytes = name, spec.page_bytes
         self._content = model, spec, config
         self._is_cuda = next(model.parameters()).device.type == "cuda"
-        self._fingerprint: dict[str, str] | None = None
 
     def made_for(self) -> dict[str, str]:
-        if self._fingerprint is None:
-            self._fingerprint = fingerprint(*self._content)
-        return self._fingerprint
-
-    def weights_changed(self) -> None:
-        """The fingerprint is another one from now on."""
-        self._fingerprint = None
+        return fingerprint(*self._content)
 
     def open(self, folder: str | PathLike[str]) -> DiskStore:
         """Raises CacheFolderError: see `DiskStore`."""

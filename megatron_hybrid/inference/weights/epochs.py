@@ -90,7 +90,6 @@ class Epochs:
                 self._offload.cache.clear()
             self._memory.weights_changed(cached_layers(self._model, self._config))
             self._runner.drop_old_weights()
-            self._folders.weights_changed()
             made_for = self._folders.made_for() if disk is not None else {}
         self.watch.accept()
         self._output.epoch += is_new

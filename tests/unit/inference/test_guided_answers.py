@@ -15,7 +15,7 @@ from reference import finish, full_logits, random_tokens, tiny_engine, tiny_mode
 
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.requests.builder import RequestBuilder, RequestSpec
+from megatron_hybrid.inference.requests.builder import RequestBuilder
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.text.guide import Guide
@@ -156,7 +156,7 @@ def test_answers_are_the_same_after_failed_steps_and_new_weights(expected):
 def test_another_process_makes_the_same_answers_of_the_spec(expected):
     first, other = engine_of(), engine_of()
     samples = first.request_builder.build(PROMPT, sampled(), RequestOptions(n=3, guide=WORD))
-    spec = pickle.loads(pickle.dumps(RequestSpec.of(samples)))
+    spec = pickle.loads(pickle.dumps(samples[0].spec))
     request, *_ = other.request_builder.make(spec)
     other.scheduler.add(request)
     finish(other)

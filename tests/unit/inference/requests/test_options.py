@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 
-from megatron_hybrid.inference.requests.builder import RequestSpec
 from megatron_hybrid.inference.requests.options import RequestOptions
 
 NAMES = {field.name for field in dataclasses.fields(RequestOptions)}
@@ -15,7 +14,7 @@ PROMPT = random_tokens(20)
 def test_all_ranks_compare_every_option_by_name():
     builder = tiny_engine(tiny_model("M-")).request_builder
     given = {"salt": "a", "cache_breakpoints": (7,), "n": 2, "priority": 3, "tenant": "b"}
-    spec = RequestSpec.of(builder.build(PROMPT, greedy(4), RequestOptions(**given)))
+    spec = builder.build(PROMPT, greedy(4), RequestOptions(**given))[0].spec
     values = spec.values()
     assert {f"options.{name}" for name in NAMES} <= values.keys() and "options" not in values
     assert {name: values[f"options.{name}"] for name in given} == given
