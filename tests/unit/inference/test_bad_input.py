@@ -1,6 +1,7 @@
 """Bad input gets one clear error at the door, changes nothing and stops nobody."""
 
 import re
+from dataclasses import FrozenInstanceError
 
 import numpy as np
 import pytest
@@ -237,11 +238,15 @@ def test_bad_request_options(fields, message):
         RequestOptions(**fields)
 
 
-def test_params_changed_after_the_request_was_added_do_not_reach_it():
+def test_what_is_changed_after_the_request_was_added_does_not_reach_it():
     engine = tiny_engine(MODEL)
-    params = greedy(3)
-    request = engine.add_request(PROMPT, params)
-    params.num_tokens_to_generate = 300
+    params, positions = greedy(3), [7, 9]
+    options = RequestOptions(cache_breakpoints=positions)
+    request = engine.add_request(PROMPT, params, options)
+    params.num_tokens_to_generate, positions[:] = 300, [0]
+    assert request.options.cache_breakpoints == (7, 9)
+    with pytest.raises(FrozenInstanceError):
+        options.n = 2
     finish(engine, request)
     assert request.num_generated == 3
     params.top_k = -1

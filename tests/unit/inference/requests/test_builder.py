@@ -1,21 +1,24 @@
-"""Where the parameters of a request come from: the caller, the model, then us."""
+"""Where parameters of a request come from, the caller, the model, then us; what ranks compare."""
+
+from dataclasses import fields
 
 import pytest
-from reference import greedy_tokens, random_tokens, tiny_engine, tiny_model
+from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_model
 from scripted import ByteTokenizer
 
+from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 
 MODEL = tiny_model("M*")
 PROMPT = random_tokens(20)
 
 
-def engine_of(generation_config=None, **fields):
+def engine_of(generation_config=None, **sizes):
     tokenizer = ByteTokenizer()
     tokenizer.end_tokens = ()
     if generation_config is not None:
         tokenizer.generation_config = generation_config
-    return tiny_engine(MODEL, tokenizer, **fields)
+    return tiny_engine(MODEL, tokenizer, **sizes)
 
 
 def test_a_request_that_says_nothing_is_answered_as_the_model_says():
@@ -40,3 +43,12 @@ def test_a_length_that_nobody_asked_for_ends_where_the_sequence_does():
 def test_a_model_with_bad_values_makes_no_engine():
     with pytest.raises(ValueError, match=r"generation_config\.json of the model has top_p='much'"):
         engine_of({"top_p": "much"})
+
+
+def test_all_ranks_compare_every_option_by_name():
+    given = {"salt": "a", "cache_breakpoints": (7,), "n": 2, "priority": 3, "tenant": "b"}
+    built = engine_of().request_builder.build(PROMPT, greedy(4), RequestOptions(**given))
+    values = built[0].spec.values()
+    names = {f"options.{field.name}" for field in fields(RequestOptions)}
+    assert names <= values.keys() and "options" not in values
+    assert {name: values[f"options.{name}"] for name in given} == given
