@@ -13,12 +13,12 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 
+from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.inference.async_calls import AsyncCalls
 from megatron_hybrid.inference.async_stream import AsyncCall, AsyncStream
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.inference.inspection import Listener
 from megatron_hybrid.inference.requests.builder import Prompt, TextTokenizer
 from megatron_hybrid.inference.requests.options import LoadedAdapter, RequestOptions
 from megatron_hybrid.inference.requests.request import GenerationResult
@@ -32,6 +32,7 @@ from megatron_hybrid.utils.other_names import names_arguments
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Listener = TypeVar("Listener", bound=CacheListener)
 
 
 def _guide_of(options: RequestOptions | None) -> Guide | None:
@@ -189,12 +190,23 @@ class AsyncEngine:
     check_integrity = _in_thread(DynamicInferenceEngine.check_integrity)
 
     async def histograms(self) -> dict[str, tuple[list[int], list[float]]]:
-        """See `Inspection.histograms`."""
-        return await self._run(self._engine.inspection.histograms)
+        """Counts of times, by the names of `prometheus.HISTOGRAMS`: up to each of `meter.BOUNDS`,
+        in seconds, and beyond; and the longest of each."""
+        measured = self._engine.live.meter.histograms.items()
+        return await self._run(
+            lambda: {name: (list(each.counts), list(each.longest)) for name, each in measured}
+        )
 
     async def watch_cache(self, make: Callable[[PrefixCache], Listener]) -> Listener:
-        """See `Inspection.watch_cache`."""
-        return await self._run(self._engine.inspection.watch_cache, make)
+        """Make a listener of the cache, and let it follow from now on what is cached and evicted
+        on the first rank. Call it before the first request: what is cached is not reported."""
+
+        def watch() -> Listener:
+            listener = make(self._engine.cache)
+            self._engine.cache.watch(listener)
+            return listener
+
+        return await self._run(watch)
 
     # Between updates of the weights. The names are vLLM's, where they mean the same.
 

@@ -1,8 +1,8 @@
 """DynamicInferenceEngine: requests in, tokens out.
 
 The engine checks requests, and hands its other calls to one object for each job: `live_requests`,
-`step_loop`, `weight_calls`, `cache_calls`, `adapter_calls`, `rank_calls` and `inspection`. The
-cache decides about sharing and eviction, the scheduler about the tokens of each step.
+`step_loop`, `weight_calls`, `cache_calls`, `adapter_calls` and `rank_calls`. The cache decides
+about sharing and eviction, the scheduler about the tokens of each step.
 """
 
 from collections import deque
@@ -24,13 +24,18 @@ from megatron_hybrid.inference.cache_calls import CacheCalls, CacheSaved
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine_parts import check_arguments, make_parts
 from megatron_hybrid.inference.exclusive import exclusive
-from megatron_hybrid.inference.inspection import Inspection
+from megatron_hybrid.inference.inspection import metrics_of, promises_of, stats_of
 from megatron_hybrid.inference.live_requests import LiveRequests
 from megatron_hybrid.inference.metrics.prometheus import Stats
 from megatron_hybrid.inference.rank_calls import RankCalls
 from megatron_hybrid.inference.requests.builder import Prompt, TextTokenizer
 from megatron_hybrid.inference.requests.options import RequestOptions
-from megatron_hybrid.inference.requests.request import GenerationResult, Request, RequestOutput
+from megatron_hybrid.inference.requests.request import (
+    GenerationResult,
+    Request,
+    RequestOutput,
+    recompute_reason,
+)
 from megatron_hybrid.inference.requests.view import RequestView
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_loop import StepLoop
@@ -88,7 +93,7 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
             with control.inside(MAKING), ranks.raise_on_all(MAKING):
                 parts = make_parts(model, tokenizer, config, ranks, control, undo)
             undo.pop_all()
-        self._guard, self._control = parts.guard, control
+        self._parts, self._guard, self._control = parts, parts.guard, control
         self._epochs = parts.epochs
         self.config, self.model, self.cache = parts.config, parts.model, parts.cache
         self.runner, self.offload, self.scheduler = parts.runner, parts.offload, parts.scheduler
@@ -103,7 +108,6 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
         """Low-rank adapters over the model: `load(name, folder)`, `unload(name)`, `loaded`."""
         others = self.weights, self._cache_calls, self.adapters
         self._rank_calls = RankCalls(parts, self.live, self._steps, *others)
-        self.inspection = Inspection(parts, self.live, self._steps)
 
     # Requests and steps
 
@@ -548,6 +552,7 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
 
     # Inspection
 
+    @exclusive
     def explain(
         self,
         prompt: Prompt,
@@ -566,8 +571,15 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
             TypeError, ValueError: `add_request` would refuse this prompt, parameters, salt or
                 adapter.
         """
-        return self.inspection.explain(prompt, params, salt, adapter)
+        builder = self.request_builder
+        loaded = builder.adapter_of(RequestOptions(salt=salt, adapter=adapter))
+        salt = salt if loaded is None else loaded.salt + salt
+        params = builder.check_params(params)
+        tokens = builder.tokens_of(prompt, params)
+        chunk = self.cache.longest_forward(len(tokens), self.config.max_tokens)
+        return self.offload.explain(tokens, salt, recompute_reason(params), chunk)
 
+    @exclusive
     def promises(self) -> dict[str, list[str]]:
         """Tell why logits may differ in their last bits, here and with this configuration.
 
@@ -575,36 +587,45 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
             "serving": by how a sequence is cut, resumed, drafted or decoded, or by other requests;
             an empty list is the promise that they do not. "training": also from `model(tokens)`.
         """
-        return self.inspection.promises()
+        return promises_of(self.model, self.config, self.memory.device)
 
+    @exclusive
     def stats(self) -> Stats:
         """Counters since the start, and present sizes: a dict that `print` shows in groups."""
-        return self.inspection.stats()
+        return stats_of(self._parts, self.live, self._steps)
 
+    @exclusive
     def requests(self, num_tokens: int = 0) -> list[RequestView]:
         """The requests that run, those that wait, and the last ones that ended, each group in its
         order, with the last `num_tokens` tokens of each prompt. For operators, as `explain`."""
-        return self.inspection.requests(num_tokens)
+        live = (*self.scheduler.running, *self.scheduler.waiting)
+        return self.live.ended.views(live, self.cache.contents.edge_number, num_tokens)
 
+    @exclusive
     def cache_tree(self, max_edges: int = 10_000, num_tokens: int = 0) -> list[EdgeView]:
         """The tree of cached prefixes: its edges, parents first, those used last if there are more
         than `max_edges`, with the first `num_tokens` tokens of each, and where each state is. For
         operators, as `explain`."""
-        return self.inspection.cache_tree(max_edges, num_tokens)
+        edges = self.cache_changes(num_tokens=num_tokens).edges
+        return sorted(edges, key=lambda edge: (-edge.last_use, edge.start))[:max_edges]
 
+    @exclusive
     def cache_changes(
         self, since: Version | None = None, limit: int | None = None, num_tokens: int = 0
     ) -> TreeChanges:
         """Return what has changed in the tree of cached prefixes since an earlier answer's
         `version` (None: all of it), with at most `limit` edges and the first `num_tokens` tokens of
         each."""
-        return self.inspection.cache_changes(since, limit, num_tokens)
+        return self.cache.contents.changes(since, limit, self.offload.tier_of, num_tokens)
 
+    @exclusive
     def metrics(self) -> str:
         """`stats`, and times as histograms, in the text format of Prometheus; see
         `inference/metrics/prometheus.py`."""
-        return self.inspection.metrics()
+        return metrics_of(self.stats(), self.config, self.live.meter)
 
+    @exclusive
     def check_integrity(self) -> None:
         """Raise RuntimeError if an invariant of cache or scheduler is broken."""
-        self.inspection.check_integrity()
+        self.cache.check_integrity()
+        self.scheduler.check_integrity()
