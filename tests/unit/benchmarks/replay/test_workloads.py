@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 from replayed import digest
 
-from benchmarks.replay import to_jsonl
 from benchmarks.replay.workloads import WORKLOADS
-from megatron_hybrid.tools.replay.jsonl import load_jsonl
 
 PUBLISHED = {  # of the requests [0, 60) with limit=60, and [1500, 1560) without a limit
     "short-classify": ("f7a95a0f8a1b7862", "f2ee680c2430f8a9"),
@@ -57,14 +55,3 @@ def test_fluctuating_prefixes_share_what_they_should():
         assert lengths[:2] == [5120, 4992][: len(lengths)]
         assert all(4992 <= length <= 5120 for length in lengths)
     assert len({length for lengths in shared.values() for length in lengths}) > 50
-
-
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_a_workload_as_json_lines_is_the_same(tmp_path, capsys, name):
-    to_jsonl.main([name, "--limit", "12"])
-    path = tmp_path / "trace.jsonl"
-    path.write_text(capsys.readouterr().out)
-    read, made = list(load_jsonl(path)), list(WORKLOADS[name].generate(limit=12))
-    assert digest(read) == digest(made)
-    assert [(r.session, r.turn) for r in read] == [(r.session, r.turn) for r in made]
-    assert [r.arrival for r in read] == pytest.approx([r.arrival for r in made], abs=1e-3)
