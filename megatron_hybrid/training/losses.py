@@ -51,12 +51,13 @@ def check_loss(loss: Any) -> None:
     """Raise ValueError where a loss lacks what `Loss` has, or a metric has a name of the log."""
     for name, hint in get_type_hints(Loss).items():
         check_field(f"{name} of the loss {_name(loss)}", getattr(loss, name, None), hint)
-    if taken := sorted(NAMES.intersection(loss.metrics)):
+    if taken := sorted(filter(NAMES.fullmatch, loss.metrics)):
         raise ValueError(f"the loss {_name(loss)} has metrics {taken}, names of the log: rename.")
 
 
-def check_sums(loss: Loss, found: Any, device: torch.device) -> None:
+def check_sums(loss: Loss, found: Any, log_probs: Tensor) -> None:
     """Raise ValueError where a loss has returned for a micro-batch what cannot be trained by."""
+    device = log_probs.device
     try:
         pairs = [found.metrics[name] for name in loss.metrics]
         numbers = [found.total, found.count, *chain.from_iterable(pairs)]
@@ -64,7 +65,12 @@ def check_sums(loss: Loss, found: Any, device: torch.device) -> None:
             each.shape == () and each.device == device and not each.is_complex() for each in numbers
         )
         is_right = is_right and 0 <= found.count < math.inf
-        is_right = is_right and (found.total.requires_grad or not torch.is_grad_enabled())
+        if is_right and torch.is_grad_enabled():
+            options = {"retain_graph": True, "allow_unused": True}
+            is_right = found.total.requires_grad
+            is_right = is_right and torch.autograd.grad(found.total, log_probs, **options) != (
+                None,
+            )
     except (AttributeError, KeyError, TypeError):  # by what it is
         is_right = False
     if not is_right:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,7 +152,9 @@ _TEXTS: dict[str, Callable[[float], str]] = {
 }
 """What a line has of a report, in its order."""
 
-NAMES = {*_TEXTS, "step", "tokens", "samples", "load_balancing_loss", "z_loss", "mtp_loss_1"}
+NAMES = re.compile(
+    rf"{'|'.join(_TEXTS)}|step|tokens|samples|(seq_|global_)?load_balancing_loss|z_loss|mtp_loss_\d+"
+)
 """Names of the log that a loss of one's own cannot give to its metrics."""
 
 

@@ -460,9 +460,10 @@ class Trainer:
         if non_loss_data:
             return -losses
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # whatever a loss of others sets
-            found = self.loss(-losses, batch)
+            log_probs = -losses
+            found = self.loss(log_probs, batch)
         if type(self.loss) not in _SHIPPED:  # of these the check would wait for the GPU
-            check_sums(self.loss, found, losses.device)
+            check_sums(self.loss, found, log_probs)
         metrics = [value for name in self.loss.metrics for value in found.metrics[name]]
         num_labels = batch.loss_mask.count_nonzero()
         sums = [found.total.detach(), found.count, *metrics, num_labels]

@@ -16,6 +16,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 
+class _Columns(dict[str, Tensor]):
+    def __missing__(self, name: str) -> Tensor:
+        raise ValueError(
+            f"a loss asks for the column {name!r} of a batch that has {[*self]}: rows of a dataset "
+            'give "columns", and `needs_reference = True` of the loss gives "reference"'
+        )
+
+
 @dataclass
 class Batch:
     """A micro-batch: one row of T = micro_batch_size * sequence_length tokens."""
@@ -33,6 +41,9 @@ class Batch:
     columns: dict[str, Tensor] = field(default_factory=dict)
     """What a loss needs in addition, [1, T] by name; "reference": fp32 log-probabilities of the
     labels by the reference policy."""
+
+    def __post_init__(self) -> None:
+        self.columns = _Columns(self.columns)
 
     @classmethod
     def of(cls, rows: Sequence[dict[str, Any]]) -> Batch:

@@ -193,6 +193,9 @@ def test_a_step_without_a_label_changes_nothing_and_a_run_of_them_is_an_error(te
         train(recipe_of(text, run={"max_skipped_steps": 1}), tmp_path / "b", Unlabelled)
 
 
+_OTHER = torch.ones(2, requires_grad=True)
+
+
 def own_loss(change, metrics=()):
     """The cross entropy, changed."""
 
@@ -218,13 +221,24 @@ def own_loss(change, metrics=()):
         (lambda total, count: (total, count), (), r"returned \(tensor.*; it must be LossSums"),
         (lambda total, count: LossSums(total, count), ["kl"], r"each name of \['kl'\]"),
         (lambda total, count: LossSums(total, count, {"kl": count}), ["kl"], "and as metrics"),
+        (lambda total, count: LossSums(_OTHER.sum(), count), (), "a total with a gradient"),
         (LossSums, ["tokens", "kl"], r"metrics \['tokens'\], names of the log"),
+        (LossSums, ["mtp_loss_2", "seq_load_balancing_loss"], r"'mtp_loss_2', 'seq_load_.* of the"),
         (LossSums, "kl", "is 'kl'; it must be a list of texts"),
     ],
 )
 def test_what_a_loss_returns_is_checked_by_its_name(text, tmp_path, change, metrics, match):
     with pytest.raises(ValueError, match=f"the loss Own .*{match}"):
         train(recipe_of(text), tmp_path, partial(Trainer, loss=own_loss(change, metrics)))
+
+
+def test_a_column_that_a_batch_lacks_is_named(text, tmp_path):
+    class Own(CrossEntropy):
+        def __call__(self, log_probs, batch):
+            return LossSums(batch.columns["reference"].sum(), batch.loss_mask.sum())
+
+    with pytest.raises(ValueError, match=r"column 'reference' of a batch that has \[\].*needs_ref"):
+        train(recipe_of(text), tmp_path, partial(Trainer, loss=Own()))
 
 
 def test_gradients_are_on_whatever_the_caller_and_the_loss_set(text, tmp_path):
