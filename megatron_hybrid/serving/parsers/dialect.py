@@ -42,9 +42,9 @@ class ToolCall:
     arguments: str
     """JSON, of an object, as the model wrote it if it wrote JSON."""
     id: str = field(default="", compare=False)
-    """That the model gave it, or, in an answer, a new one; "": none."""
+    """Id of the call, as the model gave it; in an answer, a new one. Empty: none."""
     index: int = 0
-    """Among the calls of an answer."""
+    """Place among the calls of an answer."""
 
     def to_json(self) -> Json:
         """Return the call as OpenAI's messages have it."""
