@@ -182,15 +182,30 @@ def plan(
     if cuda_graphs:
         asked["cuda_graphs"] = True
     lengths = {"block_size_tokens": block, "max_sequence_length": context}
-    needs = needs_of(model, spec, InferenceConfig(**lengths, **asked), torch.device("meta"))
-    parts = {part.what: part.num_bytes for part in needs.parts if not part.on_host}
-    del parts[LIVE_SLOTS]  # each request has its own, and with it the states before its drafts
-    sizes = InferenceConfig.max_requests, InferenceConfig.max_tokens
-    parts[LARGEST_STEP] = step_bytes(model, spec, max_captures(spec, *sizes), *sizes, context)
-    left = memory_bytes - weight_bytes - sum(parts.values())
-    cache_bytes = max(0, int(left * MEMORY_FRACTION))
     slot = (1 + num_speculative_tokens) * (spec.state_bytes + spec.hidden_bytes)
-    footprint = _footprint(spec, cache_bytes, context, slot)
+
+    def fit(requests: int) -> tuple[dict[str, int], int, Footprint]:
+        """What so many requests take at a time, what the cache has, and what is in it."""
+        sizes = requests, InferenceConfig.max_tokens
+        engine = InferenceConfig(max_requests=requests, **lengths, **asked)
+        needs = needs_of(model, spec, engine, torch.device("meta"))
+        parts = {part.what: part.num_bytes for part in needs.parts if not part.on_host}
+        del parts[LIVE_SLOTS]  # each request has its own, and with it the states before its drafts
+        parts[LARGEST_STEP] = step_bytes(model, spec, max_captures(spec, *sizes), *sizes, context)
+        left = memory_bytes - weight_bytes - sum(parts.values())
+        cache_bytes = max(0, int(left * MEMORY_FRACTION))
+        return parts, cache_bytes, _footprint(spec, cache_bytes, context, slot)
+
+    usual = InferenceConfig.max_requests
+    parts, cache_bytes, footprint = fit(usual)
+    # Half of the largest batch, so that half of the memory can hold cached prefixes.
+    requests = min(max(1, footprint.largest_batch // 2), _MOST_REQUESTS)
+    while requests > usual:  # and take more
+        of_more = fit(requests)
+        if of_more[-1].largest_batch >= requests:
+            parts, cache_bytes, footprint = of_more
+            break
+        requests = max(usual, requests // 2)
     published = quantization_of(config.huggingface_config or {}) or {}
     rates = None
     if device is not None:
@@ -198,8 +213,7 @@ def plan(
         batches = {n: _footprint(spec, cache_bytes, n, slot).largest_batch for n in rated}
         rates = predict(ModelWork.of(model, spec), device, batches)
     settings = None
-    if footprint.largest_batch:  # half of it, so that half of the memory can hold cached prefixes
-        requests = min(max(1, footprint.largest_batch // 2), _MOST_REQUESTS)
+    if footprint.largest_batch:
         settings = {
             "prefix_caching": "restore",
             "cache_bytes": cache_bytes - requests * slot,
@@ -311,7 +325,7 @@ def render(result: Plan) -> str:
         )
     else:
         advice = [
-            "recommended, half of the largest batch, so that prefixes have room:",
+            "recommended, about half of the largest batch, so that prefixes have room:",
             "InferenceConfig(",
             *(f"    {key}={value!r}," for key, value in result.settings.items()),
             ")",

@@ -74,10 +74,10 @@ def test_the_engine_agrees(pattern, encoding):
     """The recommended settings run, and an engine holds what was planned besides a step."""
     model = tiny_model(pattern)
     result = plan(model.config, 128 << 20, 512, encoding)
-    engine = tiny_engine(model, **{**result.settings, "max_requests": 64, "max_tokens": 2048})
+    engine = tiny_engine(model, **{**result.settings, "max_tokens": 2048})
     spec, memory, context = engine.cache.spec, engine.memory, engine.context
     held = memory.pool, memory.slots, context._buffer._device, context._step_tables
-    planned = result.settings["cache_bytes"] + 64 * spec.slot_bytes
+    planned = result.settings["cache_bytes"] + engine.config.max_requests * spec.slot_bytes
     planned += sum(result.parts.values()) - result.parts[LARGEST_STEP]
     assert 0 <= planned - sum(tensor.nbytes for tensor in held) < spec.page_bytes
     assert spec.state_bytes == result.model.state_bytes
@@ -102,9 +102,9 @@ def test_states_of_drafts_and_graphs_are_counted(cuda_graphs):
     assert drafting.model.request_bytes == plain.model.request_bytes + 3 * slot_bytes
     assert drafting.model.largest_batch < plain.model.largest_batch
     assert (plain.parts["a slot of no request"] > 0) is cuda_graphs
-    if cuda_graphs:  # 64 requests with the states before three drafts each
+    if cuda_graphs:  # requests with the states before three drafts each
         graphs = drafting.parts["CUDA graphs"]
-        assert graphs > plain.parts["CUDA graphs"] + 64 * 3 * slot_bytes
+        assert graphs > drafting.settings["max_requests"] * 3 * slot_bytes
         assert f"{size(graphs)} for CUDA graphs" in render(drafting)
     assert max(map(len, render(drafting).splitlines())) <= 80
     settings = plan(
