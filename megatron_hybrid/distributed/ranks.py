@@ -17,7 +17,6 @@ from multiprocessing.connection import Connection
 from typing import TypeVar
 from weakref import WeakSet
 
-import numpy as np
 import torch.distributed as dist
 
 from megatron_hybrid.compat import parallel_state
@@ -97,19 +96,14 @@ class Ranks:
         return f"rank-{self.rank}-of-{self.size}"
 
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """The largest value of all ranks at each place; all give as many, in [-2^63, 2^63).
+        """The largest value of all ranks at each place; all give as many.
 
         Raises:
             RankError: another rank has failed meanwhile.
         """
         if self.size == 1 or not len(values):
             return list(values)
-
-        def largest(messages: list[bytes]) -> bytes:
-            return np.max([np.frombuffer(each, np.int64) for each in messages], axis=0).tobytes()
-
-        answer = self._exchange(b"maximum ", np.array(values, dtype=np.int64).tobytes(), largest)
-        return np.frombuffer(answer, np.int64).tolist()
+        return [max(column) for column in zip(*self._exchange(b"maximum ", list(values)))]
 
     def minimum(self, value: int) -> int:
         return -self.maximum([-value])[0]
@@ -120,10 +114,7 @@ class Ranks:
         Raises:
             RankError: another rank has failed meanwhile.
         """
-        if self.size == 1:
-            return [value]
-        answer = self._exchange(b"gather  ", pickle.dumps(value), pickle.dumps)
-        return [pickle.loads(each) for each in pickle.loads(answer)]
+        return [value] if self.size == 1 else self._exchange(b"gather  ", value)
 
     def broadcast(self, value: T, source: int = 0) -> T:
         """The picklable value of rank `source`; values of others are not looked at."""
@@ -152,7 +143,7 @@ class Ranks:
             if not self._depth:
                 self._told = None
         if self.size > 1:
-            self._exchange(b"together", b"", b"".join)
+            self._exchange(b"together", None)
 
     def broadcast_error(self, what: str, error: BaseException) -> None:
         """Give an error of this rank to the exchange in which the other ranks are, or will be.
@@ -160,54 +151,53 @@ class Ranks:
         if self.size > 1:
             text = f"{what} failed on {self.members[self.rank]}: {type(error).__name__}: {error}"
             with suppress(RankError):
-                self._exchange(_FAILED, text.encode(errors="replace"), b"".join)
+                self._exchange(_FAILED, text)
 
-    def _exchange(
-        self, kind: bytes, message: bytes, merge: Callable[[list[bytes]], bytes]
-    ) -> bytes:
-        """Give a message and get the answer. merge: makes it of all messages, on the first rank."""
-        own = kind + self.calls.digest + message
-        if not self.is_first:
-            self._send_all(own)
-            answer = self.connections[0].recv_bytes()
-        else:
-            given = [own, *(connection.recv_bytes() for connection in self.connections)]
-            answer = self._answer(given, merge)
-            self._send_all(answer)
+    def _exchange(self, kind: bytes, value: object) -> list:
+        """Give a picklable value, and get those of all ranks, in rank order."""
+        own = kind + self.calls.digest + pickle.dumps(value)
+        answer = self._answered(own, self._answer)
         if answer.startswith(_DIFFER):
-            self._raise_difference(kind, message)
+            self._raise_difference(kind, value)
         self.calls.agreed()
         if answer.startswith(_FAILED):
-            raise RankError(answer[_KIND_BYTES:].decode())
-        return answer[_KIND_BYTES:]
+            raise RankError(pickle.loads(answer[_KIND_BYTES:]))
+        return [pickle.loads(each) for each in pickle.loads(answer[_KIND_BYTES:])]
+
+    def _answered(self, own: bytes, answer: Callable[[list[bytes]], bytes]) -> bytes:
+        """Give a message to the first rank, which makes the answer from those of all ranks."""
+        if not self.is_first:
+            self._send_all(own)
+            return self.connections[0].recv_bytes()
+        made = answer([own, *(connection.recv_bytes() for connection in self.connections)])
+        self._send_all(made)
+        return made
 
     @staticmethod
-    def _answer(given: list[bytes], merge: Callable[[list[bytes]], bytes]) -> bytes:
+    def _answer(given: list[bytes]) -> bytes:
         failed = next((each for each in given if each.startswith(_FAILED)), None)
         kinds = {each[:_KIND_BYTES] for each in given} - {_FAILED}
         if len(kinds) > 1 or len({each[_KIND_BYTES:_HEAD_BYTES] for each in given}) > 1:
             return _DIFFER
         if failed is not None:
             return _FAILED + failed[_HEAD_BYTES:]
-        return b"".join([*kinds, merge([each[_HEAD_BYTES:] for each in given])])
+        return b"".join([*kinds, pickle.dumps([each[_HEAD_BYTES:] for each in given])])
 
-    def _raise_difference(self, kind: bytes, message: bytes) -> None:
-        """Find the first call in which the ranks differ. kind, message: given by this rank."""
-        last: Call = (self.call, {"exchange": kind.decode().strip()})
-        if has_failed := kind == _FAILED:
-            last = message.decode(), {}
-        own = has_failed, [*self.calls.recent, last]
-        if self.is_first:
-            said = [own, *(pickle.loads(each.recv_bytes()) for each in self.connections)]
-            text = next((calls[-1][0] for has_failed, calls in said if has_failed), None)
-            if text is None:
-                text = describe_difference(list(zip(self.members, (calls for _, calls in said))))
-            self._send_all(pickle.dumps(text))
-        else:
-            self._send_all(pickle.dumps(own))
-            text = pickle.loads(self.connections[0].recv_bytes())
+    def _raise_difference(self, kind: bytes, value: object) -> None:
+        """Find the first call in which the ranks differ. kind, value: given by this rank."""
+        has_failed = kind == _FAILED
+        last: Call = (value, {}) if has_failed else (self.call, {"exchange": kind.decode().strip()})
+        own = pickle.dumps((has_failed, [*self.calls.recent, last]))
+        text = pickle.loads(self._answered(own, self._difference))
         self.on_difference(text)
         raise RankError(text)
+
+    def _difference(self, given: list[bytes]) -> bytes:
+        said = [pickle.loads(each) for each in given]
+        text = next((calls[-1][0] for has_failed, calls in said if has_failed), None)
+        if text is None:
+            text = describe_difference(list(zip(self.members, (calls for _, calls in said))))
+        return pickle.dumps(text)
 
     def send(self, value: object) -> None:
         """Send a picklable value from the first rank to all others, outside of an exchange."""
