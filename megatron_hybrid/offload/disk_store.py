@@ -300,10 +300,6 @@ class DiskStore:
         self._jobs.append(("drop", record, None))
         self._wake.put(None)
 
-    def put_lost(self, record: Record) -> None:
-        with self._mutex:
-            self._unwritten.append(record)
-
     def take_lost(self) -> list[Record]:
         """Return the records that could not be written since the last call."""
         with self._mutex:

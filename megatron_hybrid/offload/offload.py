@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
@@ -25,9 +26,8 @@ from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.tree_view import tier_in_pool
 from megatron_hybrid.distributed.ranks import ONE_RANK, Ranks
 from megatron_hybrid.offload.fetch import Fetches
-from megatron_hybrid.offload.host_store import HostStore
 from megatron_hybrid.offload.prefix_keys import RecentKeys
-from megatron_hybrid.offload.tier import Record, Tier, least_capacity_bytes
+from megatron_hybrid.offload.tier import LOST, Record, Tier, least_capacity_bytes
 from megatron_hybrid.utils.interrupts import defer_sigint
 from megatron_hybrid.utils.out_of_memory import optional_decision
 
@@ -42,6 +42,34 @@ _TIER_COUNTS = (
     "disk_without_memory",
     "disk_records_unwritten",
 )
+
+
+class HostStore:
+    """The bytes of the host tier's records. Dropped pages are freed after their last read."""
+
+    def __init__(self):
+        self._pages: dict[bytes, HostPages] = {}  # without those that are lost
+
+    def accepts(self) -> bool:
+        return True
+
+    def put(self, record: Record, data: HostPages) -> None:
+        self._pages[record.key] = data
+
+    def take_lost(self) -> list[Record]:
+        return []
+
+    def get(self, record: Record) -> Future[HostPages | None]:
+        future: Future[HostPages | None] = Future()
+        future.set_result(self._pages.get(record.key))
+        return future
+
+    def pages(self, record: Record) -> HostPages | object:
+        """Return a record's pages, or LOST."""
+        return self._pages.get(record.key, LOST)
+
+    def drop(self, record: Record) -> None:
+        self._pages.pop(record.key, None)
 
 
 class Offload(CacheListener):

@@ -79,9 +79,6 @@ class RecordStore(Protocol):
     def put(self, record: Record, data: Any) -> None:
         """Keep a record's bytes."""
 
-    def put_lost(self, record: Record) -> None:
-        """Put a record whose bytes are lost; else as `put`."""
-
     def take_lost(self) -> list[Record]:
         """Return the records whose bytes were lost since the last call."""
 
@@ -131,6 +128,7 @@ class Tier:
         self._accepts = accepts or store.accepts
         self._keeps_lost = keeps_lost
         self._records: dict[bytes, Record] = {}
+        self._lost: list[Record] = []  # since the last `take_lost`, those added without bytes
         self._clock = 0.0
         self._queue = LazyHeap(self._key)
 
@@ -255,7 +253,7 @@ class Tier:
     def add(self, record: Record, data: Any = None) -> None:
         """Add a record. data: its bytes, or LOST; None: the store already has them."""
         if data is LOST:
-            self.store.put_lost(record)
+            self._lost.append(record)
         elif data is not None:
             self.store.put(record, data)
         self._records[record.key] = record
@@ -317,7 +315,8 @@ class Tier:
 
     def take_lost(self) -> list[bytes]:
         """Return keys of the present records whose bytes were lost since the last call."""
-        return [record.key for record in self.store.take_lost() if self._holds(record)]
+        lost, self._lost = [*self._lost, *self.store.take_lost()], []
+        return [record.key for record in lost if self._holds(record)]
 
     def remove_key(self, key: bytes) -> None:
         """`remove` the record with this key, if there is one."""
