@@ -35,15 +35,12 @@ class RankControl:
 
     def __init__(self, ranks: Ranks, seconds: float, on_cpu: bool = True):
         self._ranks, self._seconds, self._on_cpu = ranks, seconds, on_cpu
-        self._watch = watch = RankWatch(ranks)
+        self.watch = watch = RankWatch(ranks)
         self._is_alone = ranks.size == 1
         self._queued: list[tuple] | None = None  # calls that the others do not know yet
         self.follows = False
         self.told_change = False
         """Whether the first rank says that its weights have changed."""
-        if not self._is_alone:
-            ranks.on_difference = watch.fail
-            watch.start()
         self.close = weakref.finalize(self, watch.close)
         """Leave the other ranks."""
 
@@ -54,7 +51,7 @@ class RankControl:
     @property
     def failure(self) -> str | None:
         """The first failure of any rank; None: there is none."""
-        return self._watch.failure
+        return self.watch.failure
 
     @property
     def has_failed(self) -> bool:
@@ -74,7 +71,7 @@ class RankControl:
             yield
             return
         self._check()
-        watch, ranks = self._watch, self._ranks
+        watch, ranks = self.watch, self._ranks
         before = watch.position, ranks.call
         if call is not None and watch.position is None:
             limit = self._seconds * (1 if call == "step()" else LONG_CALLS)
@@ -114,7 +111,7 @@ class RankControl:
         if _is_broken(error):
             self._await_failure()
         own = self._ranks.members[self._ranks.rank]
-        self._watch.fail(f"{own} has failed with {type(error).__name__}: {error}")
+        self.watch.fail(f"{own} has failed with {type(error).__name__}: {error}")
 
     @property
     def _all_call(self) -> bool:
@@ -143,15 +140,6 @@ class RankControl:
                 ):
                     self._ranks.broadcast_error(call, error)
             raise
-
-    @property
-    def ends_waits(self) -> bool:
-        """Whether no rank is to wait for processes outside of the job any more."""
-        return self._watch.ends_waits
-
-    def end_waits(self) -> None:
-        """Say so to all ranks. Any thread may call it."""
-        self._watch.end_waits()
 
     def queue(self, method: Callable[..., object], *args: object, **kwargs: object) -> None:
         """Tell a call with the next `send`. method: of a class, whose name and its own go along."""

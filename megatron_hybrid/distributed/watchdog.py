@@ -44,6 +44,7 @@ class RankWatch:
         self.connections = ranks.watched  # by rank
         self.failure: str | None = None
         self.ends_waits = False
+        """Whether no rank is to wait for processes outside of the job any more."""
         self.num_inside = 0  # calls that need the other ranks
         self.position: Position | None = None  # in the innermost of them
         self.lock = threading.Lock()
@@ -51,13 +52,13 @@ class RankWatch:
         self._statuses = {rank: Status() for rank in range(ranks.size)}
         self._stalls = StallDetector(ranks.members)
         self._stopped: Member | None = None
-
-    def start(self) -> None:
-        self.woken, self.wake_pipe = Pipe(duplex=False)  # the end of the second wakes it
-        threading.Thread(target=self._run, name="rank-watch", daemon=True).start()
+        if self.connections:
+            ranks.on_difference = self.fail
+            self.woken, self.wake_pipe = Pipe(duplex=False)  # the end of the second wakes it
+            threading.Thread(target=self._run, name="rank-watch", daemon=True).start()
 
     def close(self) -> None:
-        if self._ranks.size > 1:
+        if self.connections:
             self.wake_pipe.close()
         self._ranks.close()
 
@@ -73,7 +74,7 @@ class RankWatch:
                         connection.send(text)
 
     def end_waits(self) -> None:
-        """Let no rank wait for processes outside of the job any more."""
+        """Let no rank wait for processes outside of the job any more. Any thread may call it."""
         self.ends_waits = True
         with self.lock:
             for connection in self.connections.values():

@@ -174,7 +174,7 @@ class WeightCalls:
         self._give_up("another trainer has come in an update")
         self.leave()
         rank, number, control = self._ranks.rank, next(self._numbers), self._control
-        joining = Joining(number, given, rank, self._device, lambda: control.ends_waits)
+        joining = Joining(number, given, rank, self._device, lambda: control.watch.ends_waits)
         self._joining = joining
         return joining
 
@@ -219,7 +219,7 @@ class WeightCalls:
     def end_waits(self) -> None:
         """Let no rank wait for a trainer any more: who waits, or will, gets a TrainerError. Any
         thread may call it, before it closes the engine."""
-        self._control.end_waits()
+        self._control.watch.end_waits()
 
     @on_all_ranks
     def start_weight_update(self) -> None:
