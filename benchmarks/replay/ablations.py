@@ -31,10 +31,8 @@ PARTS = {
     # eviction
     "work": "candidates that take more work to recompute are worth more",
     "exclusive_kv": "a state is charged for KV that no other state needs",
-    "held_kv": "a state is not charged for KV that a running request holds",
     "refresh": "values are recomputed in rotation",
     "price": "a new state evicts only candidates of a lesser value, or is not saved",
-    "replacing": "or replaces the previous one on its path",
     # placement
     "junctions": "states where a prompt leaves a known one",
     "lost_forks": "states saved again at forks that lost theirs",

@@ -12,14 +12,10 @@ class PolicyFlags:
     """Candidates that take more work to recompute are worth more."""
     exclusive_kv: bool = True
     """A state is charged for KV that no other state needs."""
-    held_kv: bool = True
-    """A state is not charged for KV that a running request holds."""
     refresh: bool = True
     """Values are recomputed in rotation."""
     price: bool = True
     """A new state evicts only candidates of a lesser value, or is not saved."""
-    replacing: bool = True
-    """A new state that finds no room may replace the previous one on its path."""
     # placement
     junctions: bool = True
     """States at junctions."""

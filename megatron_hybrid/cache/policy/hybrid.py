@@ -104,7 +104,7 @@ class HybridPolicy(Policy):
     def replaces(self, new: NewState) -> bool:
         """Return whether the previous state is worth less than the tokens between both."""
         parts, previous = self.parts, new.previous
-        if previous is None or not (parts.price and parts.replacing and self._needs_state):
+        if previous is None or not (parts.price and self._needs_state):
             return False
         gained = rebuild_work(previous, new.position, self.spec, parts)
         lost = rebuild_work(previous.previous(), previous.position, self.spec, parts)

@@ -118,7 +118,7 @@ def checkpoint_value(
     if spec.needs_state:
         previous = checkpoint.previous()
         alone = parts.exclusive_kv and not checkpoint.is_shadowed()
-        if alone and not (parts.held_kv and kv_is_held(checkpoint, spec, ref_counts)):
+        if alone and not kv_is_held(checkpoint, spec, ref_counts):
             pages += kv_pages(exclusive_tokens(checkpoint, previous), spec)
     work = rebuild_work(previous, checkpoint.position, spec, parts)
     return value_per_page(reuse.rate(checkpoint), work, pages)
