@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_hybrid.cache.index.journal import Version
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind
 
 _KINDS = {kind: kind.name.lower() for kind in Kind}
@@ -52,7 +51,7 @@ class TreeChanges:
 
     is_whole: bool
     """These are not changes: the version was none, or is too old. Forget what was known."""
-    version: Version
+    version: int
     """Up to which these are the changes."""
     is_last: bool
     """Whether that is the present. Until then an edge may lack its parent."""
