@@ -105,13 +105,13 @@ class Offload(CacheListener):
         self._disk_bytes = disk_bytes
         self._disk_accepts = True  # on all ranks, before this step
         if disk is not None:
-            accepts = (lambda: self._disk_accepts) if ranks.size > 1 else None
-            self.tiers.append(disk_tier(disk, self.spec, disk_bytes, ranks, accepts))
+            self.tiers.append(disk_tier(disk, self.spec, disk_bytes, ranks))
+            if ranks.size > 1:
+                self.tiers[0].accepts = lambda: self._disk_accepts
         if host_bytes:
-            lower = self.tiers[-1] if self.tiers else None
-            on_evict = partial(self._offer_of_host, lower) if lower else lambda record: None
-            keeps_lost = ranks.size > 1
-            host = Tier("host", self.spec, host_bytes, HostStore(), on_evict, None, keeps_lost)
+            host = Tier("host", self.spec, host_bytes, HostStore(), ranks.size > 1)
+            for lower in self.tiers:
+                host.on_evict = partial(self._offer_of_host, lower)
             self.tiers.insert(0, host)
         self._offered: dict[bytes, Checkpoint] = {}  # by the keys of states in tiers
         for tier in self.tiers:  # without a reference to self, which ends with its last one
@@ -396,13 +396,12 @@ def disk_tier(
     spec: CacheSpec,
     capacity_bytes: int,
     ranks: Ranks = ONE_RANK,
-    accepts: Callable[[], bool] | None = None,
     *,
     shrinks: bool = True,
 ) -> Tier:
     """Return a tier with the records that the folders of all ranks have. If they exceed
     `capacity_bytes`, the least valuable are evicted, or, without `shrinks`, the capacity is the
-    size of the records. accepts: as for `Tier`."""
+    size of the records."""
     try:
         with ranks.raise_on_all("reading the cache folder"):
             found = store.load()
@@ -410,7 +409,7 @@ def disk_tier(
         if not shrinks:
             held = sum(record.num_bytes for record, _ in found)
             capacity_bytes = max(capacity_bytes, held)
-        tier = Tier("disk", spec, capacity_bytes, store, accepts=accepts, keeps_lost=ranks.size > 1)
+        tier = Tier("disk", spec, capacity_bytes, store, ranks.size > 1)
         tier.load(found)
         store.shrink(capacity_bytes)
     except BaseException:

@@ -97,8 +97,6 @@ class Tier:
         spec: of the pool.
         capacity_bytes: most bytes of all records together.
         store: holds the bytes of the records.
-        on_evict: callback with each record before its eviction.
-        accepts: whether the tier takes more records now; None: `store.accepts`.
         keeps_lost: add records even without memory for their bytes, until all ranks know the
             records of `take_lost`: each rank must have the same records.
     """
@@ -109,8 +107,6 @@ class Tier:
         spec: CacheSpec,
         capacity_bytes: int,
         store: RecordStore,
-        on_evict: Callable[[Record], None] = lambda record: None,
-        accepts: Callable[[], bool] | None = None,
         keeps_lost: bool = False,
     ):
         self.name = name
@@ -120,12 +116,14 @@ class Tier:
         self.num_states = self.num_evicted = 0
         self.num_without_memory = 0
         """Number of copies that failed for lack of memory."""
+        self.accepts = store.accepts
+        """Tells whether the tier takes more records now."""
+        self.on_evict: Callable[[Record], object] = lambda record: None
+        """Callback for each record before its eviction."""
         self.on_state: Callable[[bytes], object] = lambda key: None
         """Callback for the key of each state that comes or goes."""
         self._spec = spec
         self._block_bytes = spec.kv_pages_per_block * spec.page_bytes
-        self._on_evict = on_evict
-        self._accepts = accepts or store.accepts
         self._keeps_lost = keeps_lost
         self._records: dict[bytes, Record] = {}
         self._lost: list[Record] = []  # since the last `take_lost`, those added without bytes
@@ -199,7 +197,7 @@ class Tier:
         if known == len(blocks) and (state is None or state in self._records):
             self.count_use(self._records[state or blocks[-1]])
             return True
-        if not self._accepts():
+        if not self.accepts():
             return False
         spec = self._spec
         missing = list(range(known, len(blocks)))
@@ -390,7 +388,7 @@ class Tier:
             self._recount(record)
         try:
             while going and missing <= 0:
-                self._on_evict(going[0])
+                self.on_evict(going[0])
                 self.num_evicted += 1
                 self.remove(going.pop(0))
         finally:  # also if `on_evict` raises

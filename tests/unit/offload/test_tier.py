@@ -84,7 +84,8 @@ class TierMachine(RuleBasedStateMachine):
     def make(self, name, pages):
         self.spec, self.store, self.left = SPECS[name], Bytes(), []
         capacity = pages * self.spec.page_bytes
-        self.tier = Tier("host", self.spec, capacity, self.store, self.leaves)
+        self.tier = Tier("host", self.spec, capacity, self.store)
+        self.tier.on_evict = self.leaves
         self.prefixes = []
         self.pinned = []
 
@@ -273,12 +274,13 @@ def test_a_tier_below_that_fails_costs_nothing_but_its_records():
         raise ValueError("a disk")
 
     spec = SPECS["hybrid"]
-    tier = Tier("host", spec, bytes_of(spec, 40, 40), Bytes(), leaves)
+    tier = Tier("host", spec, bytes_of(spec, 40, 40), Bytes())
+    tier.on_evict = leaves
     for token in (1, 2):
         keep(tier, [token] * 40, spec, saved=1)
     with pytest.raises(ValueError, match="a disk"):
         keep(tier, [3] * 40, spec, saved=10)
-    tier._on_evict = lambda record: None
+    tier.on_evict = lambda record: None
     assert keep(tier, [4] * 72, spec, saved=1000)  # both can still go
     assert tier.num_states == 1
 
