@@ -311,23 +311,13 @@ def read_text(option: str, path: str) -> str:
         raise ValueError(f"{option} {path}: {reason}; name a file of text") from error
 
 
-def check_file(option: str, path: str) -> None:
-    """Raise ValueError for a path that no file can be written to."""
-    if path.endswith("/") or Path(path).is_dir():
-        raise ValueError(f"{option} {path} is a folder: give the name of a file in it")
-    if not Path(path).resolve().parent.is_dir():
-        raise ValueError(f"{option} {path}: there is no such folder; make it first")
-
-
-def positive(
-    text: str, told: str = "a number above 0, up to a billion", most: float = 1e9
-) -> float:
-    """A number above 0, up to `most`. told: what to give, for the error."""
+def positive(text: str, told: str = "a number above 0, up to a billion") -> float:
+    """A number above 0, up to a billion. told: what to give, for the error."""
     try:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not 0 < number <= most:  # also NaN
+    if not 0 < number <= 1e9:  # also NaN
         raise argparse.ArgumentTypeError(f"{text!r}: give {told}")
     return number
 

@@ -15,8 +15,6 @@ Other fields, null fields and empty lines are ignored.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,55 +49,17 @@ def load_jsonl(
         ValueError: a line is not a request, or out of order, or there is none; the message names
             file, line and remedy.
     """
-    for line in read_lines(path, limit):
-        with errors_name(line.place):
-            request = _request(line, tokenize, vocab_size)
-        yield request
-
-
-@dataclass(frozen=True, eq=False)
-class Line:
-    """One request of a file, checked but for its prompt and its answer."""
-
-    place: str
-    """File and number of the line."""
-    row: dict[str, Any]
-    prompt_field: str
-    """Name of the field with the prompt."""
-    prompt: Any
-    output_field: str | None
-    output: Any
-    """None: not known."""
-    session: int | str
-    turn: int
-    arrival: float
-
-
-@contextmanager
-def errors_name(place: str) -> Iterator[None]:
-    """Context that puts a place before the message of a ValueError."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
-
-
-def read_lines(path: str | Path, limit: int | None = None) -> Iterator[Line]:
-    """Yield the lines of a file, their texts and chats as they are.
-
-    Raises:
-        ValueError: as `load_jsonl`, but for prompts and answers.
-    """
     count = 0
     latest: dict[tuple[str, int | str | None], float] = {}
     for number, row in rows(path):
         if count == limit:
             return
-        place = f"{path}, line {number}"
-        with errors_name(place):
-            line = _line(place, row, count)
-            _check_order(line, latest)
-        yield line
+        try:
+            request = _request(row, count, tokenize, vocab_size)
+            _check_order(row, request, latest)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+        yield request
         count += 1
     if not count:
         raise ValueError(f"{path} has no requests: write one JSON object a line, with `prompt`")
@@ -123,13 +83,15 @@ def rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise ValueError(f"{path} cannot be read ({error.strerror}): name a JSONL file") from error
 
 
-def _check_order(line: Line, latest: dict[tuple[str, int | str | None], float]) -> None:
-    """Check that a line is in order. latest: values so far, by field and session."""
+def _check_order(
+    row: dict[str, Any], request: Request, latest: dict[tuple[str, int | str | None], float]
+) -> None:
+    """Check that a request is in order. latest: values so far, by field and session."""
     for field, session, now, of in (
-        ("arrival", None, line.arrival, ""),
-        ("turn", line.session, line.turn, " of its session"),
+        ("arrival", None, request.arrival, ""),
+        ("turn", request.session, request.turn, " of its session"),
     ):
-        if line.row.get(field) is None:
+        if row.get(field) is None:
             continue
         before = latest.get((field, session), now)
         if now < before:
@@ -151,22 +113,26 @@ def _object(line: str, place: str) -> dict[str, Any]:
     return row
 
 
-def _line(place: str, row: dict[str, Any], index: int) -> Line:
-    prompt_field = _one_of(row, PROMPT_FIELDS)
-    if prompt_field is None:
+def _request(row: dict[str, Any], index: int, tokenize: Tokenize | None, vocab: int) -> Request:
+    field = _one_of(row, PROMPT_FIELDS)
+    if field is None:
         names = ", ".join(f"`{name}`" for name in PROMPT_FIELDS)
         raise ValueError(f"there is no prompt: add one of the fields {names}")
-    if prompt_field not in ("prompt", "messages") and isinstance(row[prompt_field], str):
-        raise ValueError(f"`{prompt_field}` is text: give token ids, or name the field `prompt`")
-    _checked(row, "tools", list[dict], None)
+    if field not in ("prompt", "messages") and isinstance(row[field], str):
+        raise ValueError(f"`{field}` is text: give token ids, or name the field `prompt`")
+    tools = _checked(row, "tools", list[dict], None)
     session = _checked(row, "session", str | _NUMBER, index)
     arrival = float(_checked(row, "arrival", _NUMBER, index))
     turn = _checked(row, "turn", _NUMBER, 0)
     if turn < 0 or turn != int(turn):
         raise ValueError(f"`turn` is {turn:g}: give a whole number from 0 on, or leave it out")
-    output_field = _one_of(row, OUTPUT_FIELDS)
-    fields = prompt_field, row[prompt_field], output_field, row.get(output_field)
-    return Line(place, row, *fields, session, int(turn), arrival)
+    tokens, message_starts = _tokens(field, row[field], tokenize, vocab, tools)
+    if not len(tokens):
+        raise ValueError(f"`{field}` is empty: give at least one token, or remove the line")
+    output = tokens[:0]
+    if (answer := _one_of(row, OUTPUT_FIELDS)) is not None:
+        output, _ = _tokens(answer, row[answer], tokenize, vocab)
+    return Request(tokens, output, session, int(turn), arrival, message_starts)
 
 
 def _checked(row: dict[str, Any], field: str, hint: Any, default: Any) -> Any:
@@ -175,17 +141,6 @@ def _checked(row: dict[str, Any], field: str, hint: Any, default: Any) -> Any:
         return default
     check_field(f"`{field}`", value, hint)
     return value
-
-
-def _request(line: Line, tokenize: Tokenize | None, vocab: int) -> Request:
-    field, tools = line.prompt_field, line.row.get("tools")
-    tokens, message_starts = _tokens(field, line.prompt, tokenize, vocab, tools)
-    if not len(tokens):
-        raise ValueError(f"`{field}` is empty: give at least one token, or remove the line")
-    output = tokens[:0]
-    if line.output_field is not None:
-        output, _ = _tokens(line.output_field, line.output, tokenize, vocab)
-    return Request(tokens, output, line.session, line.turn, line.arrival, message_starts)
 
 
 def _one_of(row: dict[str, Any], names: Sequence[str]) -> str | None:
@@ -207,7 +162,8 @@ def _tokens(
     starts: Sequence[int] = ()
     is_answer = field in OUTPUT_FIELDS
     # An answer is no chat: rendered as one, it would end with the header of the next answer.
-    if isinstance(value, str) or (is_chat(value) and not is_answer):
+    is_chat = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+    if isinstance(value, str) or (is_chat and not is_answer):
         if tokenize is None:
             raise ValueError(f"`{field}` is text, and there is no tokenizer: give token ids")
         check_text(f"`{field}`", json.dumps(value, ensure_ascii=False))
@@ -215,27 +171,14 @@ def _tokens(
             value, starts = tokenize(value, tools=tools, is_answer=is_answer)
         except TypeError as error:  # of a message
             raise ValueError(str(error)) from error
-    check_tokens(field, value, vocab)
-    return np.array(value, dtype=np.int32), tuple(starts)
-
-
-def is_chat(value: Any) -> bool:
-    """Return whether a prompt is the messages of a chat."""
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
-
-
-def check_tokens(field: str, value: Any, vocab: int) -> None:
-    """Raise ValueError unless a field's value is a list of token ids in [0, vocab)."""
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
-        raise ValueError(f"`{field}` is {_shown(value)}: give text, or a flat list of token ids")
+        text = json.dumps(value)
+        text = text if len(text) <= 40 else f"{text[:40]}..."
+        raise ValueError(f"`{field}` is {text}: give text, or a flat list of token ids")
     if value and not 0 <= min(value) <= max(value) < vocab:
         wrong = next(token for token in value if not 0 <= token < vocab)
         raise ValueError(
             f"`{field}` has the token id {wrong}, ids go from 0 to {vocab - 1}: "
             f"tokenize it with this model's tokenizer"
         )
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
+    return np.array(value, dtype=np.int32), tuple(starts)
