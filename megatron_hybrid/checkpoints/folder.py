@@ -64,7 +64,6 @@ class CheckpointFolder:
         self.close()
 
     def close(self) -> None:
-        """Close the tensor files."""
         self._opened.close()
 
     @cached_property
@@ -78,7 +77,6 @@ class CheckpointFolder:
 
     @property
     def is_huggingface(self) -> bool:
-        """Whether the folder is one of Hugging Face."""
         return _is_huggingface(self.values)
 
     @property

@@ -182,7 +182,6 @@ class PackedFiles:
         return PackedTensor(name, shape, dtype or self.files.dtype(name), *codec)
 
     def has(self, name: str) -> bool:
-        """Return whether the folder has a tensor of this name."""
         return name in self._names
 
     def quantization(self, name: str) -> Quantization:

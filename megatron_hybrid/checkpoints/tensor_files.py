@@ -187,7 +187,6 @@ class TensorPlan(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -104,7 +104,6 @@ class PackedWeight(nn.Module):
             self.register_parameter(name, part)
 
     def dim(self) -> int:
-        """Number of dimensions."""
         return len(self.shape)
 
     def numel(self) -> int:
@@ -118,12 +117,10 @@ class PackedWeight(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parts."""
         return sum(part.nbytes for part in self.parameters())
 
     @property
     def device(self) -> torch.device:
-        """Device of the parts."""
         return self.codes.device
 
     def parameter(self) -> nn.Parameter:

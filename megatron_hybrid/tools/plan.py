@@ -295,7 +295,6 @@ def _pure_attention(spec: CacheSpec, config: HybridConfig, model: HybridModel) -
 
 
 def render(result: Plan) -> str:
-    """Format a plan as plain text."""
     ours, pure = result.model, result.pure_attention
 
     def count(number: int | None) -> str:

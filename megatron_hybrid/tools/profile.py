@@ -202,7 +202,6 @@ def _replay(requests: Sequence[Request], engine: Engine) -> int:
 
 
 def render(result: Profile) -> str:
-    """Format a profile as plain text."""
     lengths = np.array(result.lengths)
     median, most = (int(np.quantile(lengths, q)) for q in (0.5, 0.95))
     heads = [

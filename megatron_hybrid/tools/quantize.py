@@ -442,7 +442,6 @@ def compare(
 
 
 def render(report: Report) -> str:
-    """The report as text."""
     lines = [f"{'quantized':<44} {'numbers':>15} {'rounding':>10}"]
     for place, kind in sorted(report.quantized.items()):
         lines.append(f"{place:<44} {kind.numbers:>15,} {kind.error:>10.2%}")

@@ -82,7 +82,6 @@ def predict(model: ModelWork, device: Device, largest_batches: Mapping[int, int]
 
 
 def render_rates(rates: Rates) -> list[str]:
-    """Format as lines of plain text."""
     device, prefill = rates.device, rates.prefill
     lines = wrap(
         f"at best on {device.name}: {device.flops / 1e12:,.0f} TFLOP/s in bf16, "

@@ -48,7 +48,8 @@ def is_of_language_model(name: str) -> bool:
 
 
 class Adapter(ABC):
-    """One architecture of Hugging Face."""
+    """One architecture of Hugging Face; where a docstring does not say which, that of its name and
+    ForCausalLM."""
 
     model_types: tuple[str, ...]
     """The `model_type`s of config.json that this adapter reads."""

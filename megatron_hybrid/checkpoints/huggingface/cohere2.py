@@ -16,8 +16,6 @@ def _mixer_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[Ten
 
 
 class Cohere2(Adapter):
-    """`Cohere2ForCausalLM`."""
-
     model_types = ("cohere2",)
     names = TensorNames(dict.fromkeys("QR", ("", _mixer_tensors)), norms=("input_layernorm",))
 

@@ -127,8 +127,6 @@ def delta_attention_tensors(
 
 
 class KimiLinear(DeepseekV3):
-    """`KimiLinearForCausalLM`."""
-
     model_types = ("kimi_linear",)
     reads_predictions = False
     names = TensorNames(

@@ -347,8 +347,6 @@ def _recurrent_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator
 
 
 class RecurrentGemma(Adapter):
-    """`RecurrentGemmaForCausalLM`."""
-
     model_types = ("recurrent_gemma",)
     names = TensorNames(
         {

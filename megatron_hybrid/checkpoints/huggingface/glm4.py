@@ -9,8 +9,6 @@ from megatron_hybrid.checkpoints.huggingface.deepseek_v3 import DeepseekV3
 
 
 class Glm4(Adapter):
-    """`Glm4ForCausalLM`."""
-
     model_types = ("glm4",)
     names = TensorNames(
         {**tensors.TRANSFORMER, "-": ("mlp", tensors.joined_mlp)},
@@ -29,8 +27,6 @@ class Glm4(Adapter):
 
 
 class Glm4Moe(DeepseekV3):
-    """`Glm4MoeForCausalLM`."""
-
     model_types = ("glm4_moe",)
     names = TensorNames(tensors.TRANSFORMER)
     mixer = "*"

@@ -36,8 +36,6 @@ def _mlp_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[Tenso
 
 
 class Granite(Adapter):
-    """`GraniteForCausalLM`."""
-
     model_types = ("granite",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,8 +43,6 @@ class Granite(Adapter):
 
 
 class GraniteMoe(Adapter):
-    """`GraniteMoeForCausalLM`."""
-
     model_types = ("granitemoe",)
     names = TensorNames({**tensors.TRANSFORMER, "E": ("block_sparse_moe", _experts)})
 
@@ -60,8 +56,6 @@ class GraniteMoe(Adapter):
 
 
 class GraniteMoeHybrid(Adapter):
-    """`GraniteMoeHybridForCausalLM`."""
-
     model_types = ("granitemoehybrid",)
     names = TensorNames(
         {

@@ -20,8 +20,6 @@ def _conv_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[Tens
 
 
 class Lfm2(Adapter):
-    """`Lfm2ForCausalLM`."""
-
     model_types = ("lfm2",)
     names = TensorNames(
         {

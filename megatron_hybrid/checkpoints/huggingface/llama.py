@@ -11,8 +11,6 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 
 class Llama(Adapter):
-    """`LlamaForCausalLM`."""
-
     model_types = ("llama",)
     ignored = (r".*\.rotary_emb\.inv_freq",)
 
@@ -21,8 +19,6 @@ class Llama(Adapter):
 
 
 class SeedOss(Adapter):
-    """`SeedOssForCausalLM`."""
-
     model_types = ("seed_oss",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:

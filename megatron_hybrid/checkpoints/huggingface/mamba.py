@@ -39,8 +39,6 @@ class Mamba(Adapter):
 
 
 class Mamba2(Mamba):
-    """`Mamba2ForCausalLM`."""
-
     model_types = ("mamba2",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -83,8 +83,6 @@ class MiniMax(Adapter):
 
 
 class MiniMaxM2(Adapter):
-    """`MiniMaxM2ForCausalLM`."""
-
     model_types = ("minimax_m2",)
     names = _NAMES
 

@@ -15,8 +15,6 @@ def _mixers(hf: Mapping[str, Any]) -> str:
 
 
 class Mistral(Adapter):
-    """`MistralForCausalLM`."""
-
     model_types = ("mistral",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,8 +58,6 @@ class Ministral3(Adapter):
 
 
 class Mixtral(Adapter):
-    """`MixtralForCausalLM`."""
-
     model_types = ("mixtral",)
     moe = partial(tensors.moe, projections=("w1", "w3", "w2"))
     names = TensorNames({**tensors.TRANSFORMER, "E": ("block_sparse_moe", moe)})

@@ -13,8 +13,6 @@ _Blocks = list[dict[str, Any]]
 
 
 class NemotronH(Adapter):
-    """`NemotronHForCausalLM`."""
-
     model_types = ("nemotron_h",)
     names = TensorNames(
         {

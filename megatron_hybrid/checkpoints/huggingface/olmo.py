@@ -18,8 +18,6 @@ _NORMS = {**_POST_NORMS, "qk_layernorm_scope": "all_heads"}
 
 
 class Olmo2(Adapter):
-    """`Olmo2ForCausalLM`."""
-
     model_types = ("olmo2",)
     names = _NAMES
 
@@ -85,8 +83,6 @@ those of both layer types, though the released names are those of the linear lay
 
 
 class OlmoHybrid(Adapter):
-    """`OlmoHybridForCausalLM`."""
-
     model_types = ("olmo_hybrid",)
     names = replace(
         _NAMES,

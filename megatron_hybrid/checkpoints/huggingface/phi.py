@@ -16,8 +16,6 @@ _joined_qkv = partial(tensors.attention, joined_qkv="qkv_proj")
 
 
 class Phi3(Adapter):
-    """`Phi3ForCausalLM`."""
-
     model_types = ("phi3",)
     names = TensorNames(
         {**dict.fromkeys("*W", ("self_attn", _joined_qkv)), "-": ("mlp", tensors.joined_mlp)}
@@ -37,8 +35,6 @@ def _attention(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorM
 
 
 class Phi4Flash(Adapter):
-    """`Phi4FlashForCausalLM`."""
-
     model_types = ("phi4flash",)
     names = TensorNames(
         {

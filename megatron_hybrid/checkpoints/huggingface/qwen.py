@@ -153,8 +153,6 @@ def _names(by_key_heads: bool) -> TensorNames:
 
 
 class Qwen3Next(Adapter):
-    """`Qwen3NextForCausalLM`."""
-
     model_types = ("qwen3_next",)
     names = _names(by_key_heads=True)
     prediction_names = (r"mtp\..*",)

@@ -29,8 +29,6 @@ def _mamba1_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[Te
 
 
 class Zamba(Adapter):
-    """`ZambaForCausalLM`."""
-
     model_types = ("zamba",)
     symbols: ClassVar = {"linear_attention": "S", "mamba": "S", "hybrid": "V"}
     block = "shared_transf"
@@ -103,8 +101,6 @@ class Zamba(Adapter):
 
 
 class Zamba2(Zamba):
-    """`Zamba2ForCausalLM`."""
-
     model_types = ("zamba2",)
     symbols: ClassVar = {"linear_attention": "M", "mamba": "M", "hybrid": "Z"}
     block = "shared_transformer"

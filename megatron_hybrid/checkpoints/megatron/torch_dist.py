@@ -309,12 +309,10 @@ class DistributedTensors:
         }
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
         key, layer = self._layers[name]
         return self._tensors[key][0][layer is not None :]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor."""
         return self._tensors[self._layers[name][0]][1]
 
     def read(self, name: str) -> Tensor:
