@@ -117,9 +117,9 @@ def read_config(folder: str | os.PathLike[str], mtp: bool = True, **overrides: A
             quantized in a format that is not read.
         ValueError, TypeError: an override is not possible.
     """
-    with CheckpointFolder(folder) as found:
-        found.check_quantization()
-        return found.config(mtp, **overrides)
+    found = CheckpointFolder(folder)
+    found.check_quantization()
+    return found.config(mtp, **overrides)
 
 
 def load_checkpoint(
@@ -143,7 +143,7 @@ def load_checkpoint(
             if not model.has_memory:
                 raise CheckpointError(NO_MEMORY)
             if not isinstance(folder, CheckpointFolder):
-                folder = stack.enter_context(CheckpointFolder(folder))
+                folder = CheckpointFolder(folder)
             write = stack.enter_context(checked_load(model, folder, names, cast))
         with fail_together(CheckpointError, groups=model.pg_collection):
             write()

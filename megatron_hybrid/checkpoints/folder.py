@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def is_torch_dist(folder: str | os.PathLike[str]) -> bool:
 
 
 class CheckpointFolder:
-    """A folder of ours or of Hugging Face. Close it, or use it as a context.
+    """A folder of ours or of Hugging Face.
 
     Args:
         path: of the folder.
@@ -55,16 +55,6 @@ class CheckpointFolder:
         file of its own."""
         if self.quantization is None and os.path.lexists(self.path / QUANT_FILE):
             self.values["quantization_config"] = _modelopt_config(self.path / QUANT_FILE)
-        self._opened = ExitStack()
-
-    def __enter__(self) -> CheckpointFolder:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._opened.close()
 
     @cached_property
     def files(self) -> TensorFiles:
@@ -73,7 +63,7 @@ class CheckpointFolder:
         Raises:
             CheckpointError: there are none, or unreadable ones.
         """
-        return self._opened.enter_context(TensorFiles.open(self.path))
+        return TensorFiles(self.path)
 
     @property
     def is_huggingface(self) -> bool:

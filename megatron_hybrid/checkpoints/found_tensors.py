@@ -211,7 +211,6 @@ def pack_as_in(model: HybridModel, folder: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: unreadable, or not of this model.
     """
-    with CheckpointFolder(folder) as opened:
-        found = find_tensors(model, opened)
-        with found.packed.install(model, found.maps, str(folder)):
-            pass
+    found = find_tensors(model, CheckpointFolder(folder))
+    with found.packed.install(model, found.maps, str(folder)):
+        pass

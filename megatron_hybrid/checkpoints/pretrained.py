@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,10 +57,10 @@ def load_pretrained(
         check_field("dtype", dtype, Literal[tuple(DTYPES)])
         dtype = DTYPES[dtype]
     initialize_distributed()
-    with announce_failure("load_pretrained()"), ExitStack() as stack:
+    with announce_failure("load_pretrained()"):
         with fail_together(CheckpointError):
             device = checked_device(device)
-            opened = stack.enter_context(CheckpointFolder(checked_folder(folder)))
+            opened = CheckpointFolder(checked_folder(folder))
             if dtype is not None:
                 overrides["params_dtype"] = dtype
             opened.check_quantization()

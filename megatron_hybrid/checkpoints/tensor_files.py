@@ -14,7 +14,6 @@ import os
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -64,26 +63,12 @@ class CheckpointError(ValueError):
 class TensorFiles:
     """Tensors of a folder by name. Shapes and dtypes are read from the files' headers only.
 
-    ```
-    with TensorFiles.open(folder) as files:
-        weight = files.read("lm_head.weight")
-    ```
+    Raises:
+        CheckpointError: no weights, an unreadable file, or files that contradict each other.
     """
 
-    def __init__(self, folder: Path, where: dict[str, Path], opened: dict[Path, Any], close):
-        self.folder = folder
-        self._where = where
-        self._opened = opened
-        self._close = close
-
-    @classmethod
-    def open(cls, folder: str | os.PathLike) -> TensorFiles:
-        """Open all files of a folder and read their headers.
-
-        Raises:
-            CheckpointError: no weights, an unreadable file, or files that contradict each other.
-        """
-        folder = Path(folder)
+    def __init__(self, folder: str | os.PathLike):
+        self.folder = folder = Path(folder)
         index, weight_map = folder / INDEX_FILE, None
         if os.path.lexists(folder / WEIGHTS_FILE):
             paths = [folder / WEIGHTS_FILE]
@@ -92,19 +77,11 @@ class TensorFiles:
             paths = [folder / name for name in sorted(set(weight_map.values()))]
         else:
             raise CheckpointError(_nothing_found(folder))
-        with ExitStack() as stack:
-            opened = {path: _open_file(path, stack, index) for path in paths}
-            names = {path: list(file.keys()) for path, file in opened.items()}
-            if weight_map is not None:
-                _check_index(index, weight_map, names)
-            where = {name: path for path in paths for name in names[path]}
-            return cls(folder, where, opened, stack.pop_all().close)
-
-    def __enter__(self) -> TensorFiles:
-        return self
-
-    def __exit__(self, *error) -> None:
-        self._close()
+        self._opened = {path: _open_file(path, index) for path in paths}
+        names = {path: list(file.keys()) for path, file in self._opened.items()}
+        if weight_map is not None:
+            _check_index(index, weight_map, names)
+        self._where = {name: path for path in paths for name in names[path]}
 
     def names(self) -> list[str]:
         """Names of all tensors, sorted."""
@@ -127,7 +104,7 @@ class TensorFiles:
     def read(self, name: str) -> Tensor:
         """Map a tensor into the CPU's memory; its bytes are read when they are used.
 
-        It stays valid after the files are closed. Copy it before you write into it.
+        It stays valid without these files. Copy it before you write into it.
 
         Raises:
             CheckpointError: as `dtype`.
@@ -275,11 +252,11 @@ def _read_index(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _open_file(path: Path, stack: ExitStack, index: Path):
+def _open_file(path: Path, index: Path) -> Any:
     if not os.path.lexists(path):
         raise CheckpointError(f"{path} does not exist, but {index} names it. Copy it there.")
     try:
-        return stack.enter_context(safe_open(path, framework="pt"))
+        return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         unknown = f"{error}. It is truncated or no safetensors file; copy or save it again."
         raise CheckpointError(f"{path} cannot be read: {read_failure(path, unknown)}") from error

@@ -44,29 +44,29 @@ class Examination:
         Raises:
             CheckpointError: there is no config.json that can be read.
         """
-        with open_config(self._path) as opened:
-            yield from _stated(opened.values)
-            is_packed = bool(opened.tensor_names()) and opened.is_packed
-            method = (opened.quantization or {}).get("quant_method", "of this library")
-            yield "quantization", str(method) if is_packed or opened.quantization else "none"
-            model = None
-            try:
-                config = opened.config(as_announced=True, perform_initialization=False)
-                with torch.device("meta"):
-                    model = build_hybrid_model(config)
-                parameters = sum(p.numel() for p in model.parameters())
-                opened.check_quantization()
-                self.tokenizer = load_tokenizer(opened.path, config.vocab_size, opened.values)
-                if self.is_folder:
-                    with checked_load(model, opened, names_of_all_stages(model)):
-                        pass  # nothing is to be written
-                _check_requests(model, self.tokenizer)
-            except (ValueError, TypeError) as error:
-                self.refusal = str(error)
-                if str(opened.values.get("model_type")) not in ADAPTERS:
-                    yield from _nearest(opened)
-            if model is not None:
-                yield from _layers(model, parameters)
+        opened = open_config(self._path)
+        yield from _stated(opened.values)
+        is_packed = bool(opened.tensor_names()) and opened.is_packed
+        method = (opened.quantization or {}).get("quant_method", "of this library")
+        yield "quantization", str(method) if is_packed or opened.quantization else "none"
+        model = None
+        try:
+            config = opened.config(as_announced=True, perform_initialization=False)
+            with torch.device("meta"):
+                model = build_hybrid_model(config)
+            parameters = sum(p.numel() for p in model.parameters())
+            opened.check_quantization()
+            self.tokenizer = load_tokenizer(opened.path, config.vocab_size, opened.values)
+            if self.is_folder:
+                with checked_load(model, opened, names_of_all_stages(model)):
+                    pass  # nothing is to be written
+            _check_requests(model, self.tokenizer)
+        except (ValueError, TypeError) as error:
+            self.refusal = str(error)
+            if str(opened.values.get("model_type")) not in ADAPTERS:
+                yield from _nearest(opened)
+        if model is not None:
+            yield from _layers(model, parameters)
 
 
 def _check_requests(model: HybridModel, tokenizer: Tokenizer | None) -> None:

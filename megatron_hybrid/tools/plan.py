@@ -109,8 +109,7 @@ def read_model_config(path: str | os.PathLike, mtp: bool = False) -> HybridConfi
     Raises:
         CheckpointError: the config cannot be read or used.
     """
-    with open_config(path) as opened:
-        return opened.config(mtp, as_announced=True, perform_initialization=False)
+    return open_config(path).config(mtp, as_announced=True, perform_initialization=False)
 
 
 def packed_folder(path: str | os.PathLike) -> Path | None:
@@ -119,8 +118,7 @@ def packed_folder(path: str | os.PathLike) -> Path | None:
     has_weights = any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE))
     if not has_weights:
         return None
-    with CheckpointFolder(folder) as opened:
-        return folder if opened.is_packed else None
+    return folder if CheckpointFolder(folder).is_packed else None
 
 
 def parse_count(text: str) -> int:

@@ -129,51 +129,51 @@ def quantize(source: str | os.PathLike, target: str | os.PathLike, to: str) -> R
     check_free(out)
     initialize_distributed()
     report = Report()
-    with CheckpointFolder(folder) as opened:
-        opened.check_quantization()
-        config = opened.config(perform_initialization=False)
-        files, values = opened.files, opened.values
-        with torch.device("meta"):
-            model = build_hybrid_model(config)
-        found = find_tensors(model, opened)
-        if found.packed.stored:
-            raise CheckpointError(f"{folder} is quantized already. Name an unquantized folder.")
-        is_theirs = opened.is_huggingface
-        source = _Source(files, found, adapter_of(config) if is_theirs else None, config)
-        places = dict(_places(model, source.maps, source.given))
-        rest, shapes = {} if is_theirs else _rest_rows(model, source.given), {}
-        for name in places:
-            *lead, rows, columns = source.shape(name)
-            shape = (*lead, rows - rest.get(name, 0), columns)
-            if len(shape) > 2 and is_theirs:
-                reason = f"experts of {values['model_type']}: no quantized form is published"
-                report.kept[reason] += math.prod(shape)
-            elif _GATES.search(name):
-                report.kept[_STEERING] += math.prod(shape)
-            else:
-                shapes[name] = shape
-                if name in rest:
-                    report.kept[_STEERING] += rest[name] * columns
-        group = _group(kind, shapes.values())
-        multiple = group or kind.multiple
-        chosen = {n: s for n, s in shapes.items() if s[-1] % multiple == 0}
-        for name in sorted(shapes.keys() - chosen.keys()):
-            reason = f"rows that are no multiple of {multiple} numbers"
-            report.kept[reason] += math.prod(shapes[name])
-        writer = _Writer(source, kind, group, chosen, places, report, is_theirs)
-        if is_theirs:
-            values["quantization_config"] = _config(kind, group, source, chosen)
-        for name in source.names:
-            if name not in places:
-                reason = "embeddings, output layer, norms, routers, convolutions, vectors"
-                report.kept[reason] += math.prod(source.shape(name))
-        plan = list(writer.plan())
-        ready = partial(write_json, out / CONFIG_FILE, values)
-        write_tensors(out, plan, writer.make, ready=ready)
-        report.bytes_before = sum(
-            math.prod(files.shape(n)) * files.dtype(n).itemsize for n in files.names()
-        )
-        report.bytes_after = sum(tensor.num_bytes for tensor in plan)
+    opened = CheckpointFolder(folder)
+    opened.check_quantization()
+    config = opened.config(perform_initialization=False)
+    files, values = opened.files, opened.values
+    with torch.device("meta"):
+        model = build_hybrid_model(config)
+    found = find_tensors(model, opened)
+    if found.packed.stored:
+        raise CheckpointError(f"{folder} is quantized already. Name an unquantized folder.")
+    is_theirs = opened.is_huggingface
+    source = _Source(files, found, adapter_of(config) if is_theirs else None, config)
+    places = dict(_places(model, source.maps, source.given))
+    rest, shapes = {} if is_theirs else _rest_rows(model, source.given), {}
+    for name in places:
+        *lead, rows, columns = source.shape(name)
+        shape = (*lead, rows - rest.get(name, 0), columns)
+        if len(shape) > 2 and is_theirs:
+            reason = f"experts of {values['model_type']}: no quantized form is published"
+            report.kept[reason] += math.prod(shape)
+        elif _GATES.search(name):
+            report.kept[_STEERING] += math.prod(shape)
+        else:
+            shapes[name] = shape
+            if name in rest:
+                report.kept[_STEERING] += rest[name] * columns
+    group = _group(kind, shapes.values())
+    multiple = group or kind.multiple
+    chosen = {n: s for n, s in shapes.items() if s[-1] % multiple == 0}
+    for name in sorted(shapes.keys() - chosen.keys()):
+        reason = f"rows that are no multiple of {multiple} numbers"
+        report.kept[reason] += math.prod(shapes[name])
+    writer = _Writer(source, kind, group, chosen, places, report, is_theirs)
+    if is_theirs:
+        values["quantization_config"] = _config(kind, group, source, chosen)
+    for name in source.names:
+        if name not in places:
+            reason = "embeddings, output layer, norms, routers, convolutions, vectors"
+            report.kept[reason] += math.prod(source.shape(name))
+    plan = list(writer.plan())
+    ready = partial(write_json, out / CONFIG_FILE, values)
+    write_tensors(out, plan, writer.make, ready=ready)
+    report.bytes_before = sum(
+        math.prod(files.shape(n)) * files.dtype(n).itemsize for n in files.names()
+    )
+    report.bytes_after = sum(tensor.num_bytes for tensor in plan)
     for path in folder.iterdir():
         is_kept = path.suffix in _COPIED and not path.name.endswith(".index.json")
         if path.is_file() and path.name != CONFIG_FILE and is_kept:

@@ -506,21 +506,15 @@ def _in_folder(path: object) -> Part:
         )
     is_packed = False
     if (Path(path) / CONFIG_FILE).is_file():
-        with CheckpointFolder(path) as folder:
-            is_packed = folder.is_packed
-    with TensorFiles.open(path) as files:
-        heads = [
-            (name, torch.empty(files.shape(name), dtype=files.dtype(name), device="meta"))
-            for name in files.names()
-        ]
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        with TensorFiles.open(path) as files:
-            for name, _ in heads:
-                yield name, files.read(name)
-
+        is_packed = CheckpointFolder(path).is_packed
+    files = TensorFiles(path)
+    heads = [
+        (name, torch.empty(files.shape(name), dtype=files.dtype(name), device="meta"))
+        for name in files.names()
+    ]
+    tensors = ((name, files.read(name)) for name in files.names())
     packed = Path(path) if is_packed else None
-    return Part("the tensors of a folder", heads, tensors(), packed_folder=packed)
+    return Part("the tensors of a folder", heads, tensors, packed_folder=packed)
 
 
 def _in_shared_memory(

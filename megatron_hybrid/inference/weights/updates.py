@@ -72,7 +72,7 @@ class WeightUpdate:
                         self._agree(part.kind, part.tensors if packed else part.heads)
                     if packed is not None:
                         names = self._loader.of_all
-                        folder = stack.enter_context(CheckpointFolder(packed))
+                        folder = CheckpointFolder(packed)
                         checked = checked_load(
                             self._model, folder, names, cast=True, keeps_packing=True
                         )

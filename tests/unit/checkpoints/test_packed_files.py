@@ -44,14 +44,14 @@ def test_zero_points_of_words_that_borrow(tmp_path, rows, groups, kind):
 def assert_words_come_back(folder, tensors: dict[str, torch.Tensor], config: dict) -> torch.Tensor:
     """Each part by row, and stored again; returns the zero points."""
     save_file(tensors, folder / "model.safetensors")
-    with TensorFiles.open(folder) as files:
-        stored = PackedFiles(files, config).stored[f"{NAME}.weight"]
-        for part, each in stored.parts.items():
-            value = stored.by_row(part, files.read(each.name), 32)
-            assert tuple(value.shape) == stored.shape_by_row(part, 32)
-            assert torch.equal(stored.as_stored(part, value), tensors[each.name])
-        zero = stored.by_row("zero", files.read(stored.parts["zero"].name), 32)
-        return zero.clone()
+    files = TensorFiles(folder)
+    stored = PackedFiles(files, config).stored[f"{NAME}.weight"]
+    for part, each in stored.parts.items():
+        value = stored.by_row(part, files.read(each.name), 32)
+        assert tuple(value.shape) == stored.shape_by_row(part, 32)
+        assert torch.equal(stored.as_stored(part, value), tensors[each.name])
+    zero = stored.by_row("zero", files.read(stored.parts["zero"].name), 32)
+    return zero.clone()
 
 
 def written(folder, kind: str, change) -> PackedFiles:
@@ -71,14 +71,14 @@ def written(folder, kind: str, change) -> PackedFiles:
     folder.mkdir(exist_ok=True)
     tensors = {f"{NAME}.{k}": v.contiguous() for k, v in change(tensors).items()}
     save_file(tensors, folder / "model.safetensors")
-    with TensorFiles.open(folder) as files:
-        packed = PackedFiles(files, config)
-        for stored in packed.stored.values():
-            for part, each in stored.parts.items():
-                group = 16 if stored.group % 16 == 0 else stored.group
-                value = stored.by_row(part, files.read(each.name), group)
-                assert tuple(value.shape) == stored.shape_by_row(part, group)
-        return packed
+    files = TensorFiles(folder)
+    packed = PackedFiles(files, config)
+    for stored in packed.stored.values():
+        for part, each in stored.parts.items():
+            group = 16 if stored.group % 16 == 0 else stored.group
+            value = stored.by_row(part, files.read(each.name), group)
+            assert tuple(value.shape) == stored.shape_by_row(part, group)
+    return packed
 
 
 @pytest.mark.parametrize("kind", FORMATS)

@@ -49,8 +49,8 @@ def write(folder, tensors, **options):
 
 
 def read_all(folder):
-    with TensorFiles.open(folder) as files:
-        return {name: files.read(name).clone() for name in files.names()}
+    files = TensorFiles(folder)
+    return {name: files.read(name).clone() for name in files.names()}
 
 
 def equal(first, second):
@@ -100,17 +100,16 @@ def sparse_file(path, num_bytes):
 def test_nothing_is_read_before_it_is_used(tmp_path):
     sparse_file(tmp_path / SINGLE, 4 << 30)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with TensorFiles.open(tmp_path) as files:
-        assert files.shape("t") == (1 << 30,)
-        assert files.dtype("t") == torch.float32
-        assert files.read("t")[500_000_000] == 0
+    files = TensorFiles(tmp_path)
+    assert files.shape("t") == (1 << 30,)
+    assert files.dtype("t") == torch.float32
+    assert files.read("t")[500_000_000] == 0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18  # KiB
 
 
 def test_what_was_read_outlives_the_files_and_never_changes_them(tmp_path):
     save_file({"a": torch.ones(5)}, tmp_path / SINGLE)
-    with TensorFiles.open(tmp_path) as files:
-        tensor = files.read("a")
+    tensor = TensorFiles(tmp_path).read("a")
     assert torch.equal(tensor, torch.ones(5))
     tensor.zero_()
     assert torch.equal(load_file(tmp_path / SINGLE)["a"], torch.ones(5))
@@ -118,28 +117,26 @@ def test_what_was_read_outlives_the_files_and_never_changes_them(tmp_path):
 
 @pytest.mark.parametrize("method", ["shape", "dtype", "read"])
 def test_a_tensor_that_is_not_there(tmp_path, method):
-    with (
-        TensorFiles.open(sharded(tmp_path)) as files,
-        pytest.raises(CheckpointError, match=r"holds no tensor lm_head\.weight") as error,
-    ):
+    files = TensorFiles(sharded(tmp_path))
+    with pytest.raises(CheckpointError, match=r"holds no tensor lm_head\.weight") as error:
         getattr(files, method)("lm_head.weight")
     assert str(tmp_path) in str(error.value)
 
 
 def test_a_dtype_that_is_not_read(tmp_path):
     save_file({"a": torch.zeros(2), "odd": torch.zeros(2).cfloat()}, tmp_path / SINGLE)
-    with TensorFiles.open(tmp_path) as files:
-        assert files.shape("odd") == (2,)
-        assert torch.equal(files.read("a"), torch.zeros(2))
-        for method in (files.dtype, files.read):
-            with pytest.raises(CheckpointError, match=r"odd in .*model\.safetensors has the dtype"):
-                method("odd")
+    files = TensorFiles(tmp_path)
+    assert files.shape("odd") == (2,)
+    assert torch.equal(files.read("a"), torch.zeros(2))
+    for method in (files.dtype, files.read):
+        with pytest.raises(CheckpointError, match=r"odd in .*model\.safetensors has the dtype"):
+            method("odd")
 
 
 def test_a_folder_without_weights(tmp_path):
     for folder in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(CheckpointError) as error:
-            TensorFiles.open(folder)
+            TensorFiles(folder)
         assert f"{folder / SINGLE} does not exist, nor does {INDEX}" in str(error.value)
 
 
@@ -166,7 +163,7 @@ def test_a_folder_without_weights(tmp_path):
 def test_weights_that_cannot_be_read(tmp_path, make, message):
     make(tmp_path)
     with pytest.raises(CheckpointError, match=message):
-        TensorFiles.open(tmp_path)
+        TensorFiles(tmp_path)
 
 
 def cut(path, keep):
@@ -194,7 +191,7 @@ def test_broken_files(tmp_path, spoil, name):
         save_file({"a": torch.zeros(2)}, tmp_path / SINGLE)
     spoil(tmp_path / name)
     with pytest.raises(CheckpointError, match=r"cannot be read: .*\. It is truncated or") as e:
-        TensorFiles.open(tmp_path)
+        TensorFiles(tmp_path)
     assert str(tmp_path / name) in str(e.value)
 
 
@@ -214,7 +211,7 @@ def test_indexes_that_are_broken_or_contradict_their_shards(tmp_path, text, mess
     sharded(tmp_path)
     (tmp_path / INDEX).write_text(text, encoding="latin-1")
     with pytest.raises(CheckpointError) as error:
-        TensorFiles.open(tmp_path)
+        TensorFiles(tmp_path)
     assert message in str(error.value)
     assert str(tmp_path / INDEX) in str(error.value)
 
@@ -228,7 +225,7 @@ def test_an_index_reaches_no_other_folder(tmp_path, outside):
     save_file({"c": torch.zeros(4)}, tmp_path / "x.safetensors")
     (sharded(folder) / INDEX).write_text(index_of(a=FIRST, b=FIRST, c=outside))
     with pytest.raises(CheckpointError, match=r"puts c into .* not the name of a file in its"):
-        TensorFiles.open(folder)
+        TensorFiles(folder)
 
 
 # Writing -----------------------------------------------------------------------------------------
@@ -260,9 +257,9 @@ def test_round_trip(tmp_path, max_shard_bytes):
 
 def test_tensors_start_at_multiples_of_their_element_size(tmp_path):
     write(tmp_path, some_tensors())
-    with TensorFiles.open(tmp_path) as files:
-        for name in files.names():
-            assert files.read(name).data_ptr() % files.dtype(name).itemsize == 0
+    files = TensorFiles(tmp_path)
+    for name in files.names():
+        assert files.read(name).data_ptr() % files.dtype(name).itemsize == 0
 
 
 def test_one_tensor_at_a_time_and_in_order(tmp_path):
