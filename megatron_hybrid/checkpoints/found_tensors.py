@@ -87,8 +87,8 @@ class FoundTensors:
         value = self.files.read(stored.name)
         check_numbers(stored.name, value, folder)
         if part in ("scale", "outer"):
-            scale = value if stored.decode is None else stored.decode(value)
-            check_numbers(f"{stored.name}, times a code of 0,", scale.float() * 0, folder)
+            zeros = stored.decode(value).float() * 0
+            check_numbers(f"{stored.name}, times a code of 0,", zeros, folder)
 
 
 def find_tensors(

@@ -40,9 +40,9 @@ class PackedTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     """Dtype in memory."""
-    decode: Callable[[Tensor], Tensor] | None = None
+    decode: Callable[[Tensor], Tensor] = lambda stored: stored
     """The stored tensor -> as in memory, but for rows that share a scale."""
-    encode: Callable[[Tensor], Tensor] | None = None
+    encode: Callable[[Tensor], Tensor] = Tensor.contiguous
     """Its inverse."""
     is_kept: bool = False
     """Whether it is written as it was read: the inverse may round."""
@@ -79,8 +79,7 @@ class StoredWeight:
     def by_row(self, name: str, stored: Tensor, group: int) -> Tensor:
         """A part with a row for each row of the weight and, of scales, a column for each `group`
         columns of it, a divisor of `self.group`."""
-        part = self.parts[name]
-        return self.over_rows(name, stored if part.decode is None else part.decode(stored), group)
+        return self.over_rows(name, self.parts[name].decode(stored), group)
 
     def over_rows(self, name: str, value: Tensor, group: int) -> Tensor:
         """`by_row` of a part that is decoded."""
@@ -110,8 +109,7 @@ class StoredWeight:
         elif name != "codes":
             step = self.group * value.shape[-1] // self.shape[-1]
             value = value[..., :: self.block[0] or self.shape[-2], ::step]
-        value = value.contiguous() if part.encode is None else part.encode(value)
-        return value.reshape(part.shape)
+        return part.encode(value).reshape(part.shape)
 
 
 class PackedFiles:
@@ -199,7 +197,7 @@ class PackedFiles:
         whole = torch.empty(codes.shape, dtype=self.files.dtype(codes.name), device="meta")
         decoded: tuple[int, ...] = ()
         with suppress(RuntimeError):  # these are no whole bytes
-            decoded = tuple((whole if codes.decode is None else codes.decode(whole)).shape)
+            decoded = tuple(codes.decode(whole).shape)
         if kind is None or len(decoded) < 2:
             raise CheckpointError(
                 f"{name} has codes of {codes.dtype} of shape {list(codes.shape)} and scales of "
@@ -239,9 +237,8 @@ class PackedFiles:
         stored = torch.empty(part.shape, dtype=self.files.dtype(part.name), device="meta")
         wanted = value = torch.empty(shape, dtype=part.dtype, device="meta")
         with suppress(RuntimeError):  # no number of words holds these
-            wanted = value if part.encode is None else part.encode(value)
-            found = stored if part.decode is None else part.decode(stored)
-            pairs = ((found, value), (stored, wanted))
+            wanted = part.encode(value)
+            pairs = ((part.decode(stored), value), (stored, wanted))
             if all(_kind(one, len(shape)) == _kind(other, len(shape)) for one, other in pairs):
                 return None
         return wanted
