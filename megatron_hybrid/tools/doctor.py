@@ -25,48 +25,38 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.tools.plan import spec_of
 
 
-class Examination:
-    """What is found in a folder, row by row.
+def examine(
+    path: str | os.PathLike[str],
+) -> tuple[list[tuple[str, str]], Tokenizer | None, str | None]:
+    """What is found in a folder ("demo", too) or a config.json: rows of a name and a text, its
+    tokenizer, and why the model does not load, or answers no request; None: it does both.
 
-    Args:
-        path: a folder, "demo", or a config.json.
+    Raises:
+        CheckpointError: there is no config.json that can be read.
     """
-
-    def __init__(self, path: str | os.PathLike[str]):
-        self._path, self.is_folder = path, model_folder(path).is_dir()
-        self.tokenizer: Tokenizer | None = None
-        self.refusal: str | None = None
-        """Why the model does not load, or answers no request; None: it does both."""
-
-    def rows(self) -> Iterator[tuple[str, str]]:
-        """Yield what is found, each with its name; `refusal` is set at the end.
-
-        Raises:
-            CheckpointError: there is no config.json that can be read.
-        """
-        opened = open_config(self._path)
-        yield from _stated(opened.values)
-        is_packed = bool(opened.tensor_names()) and opened.is_packed
-        method = (opened.quantization or {}).get("quant_method", "of this library")
-        yield "quantization", str(method) if is_packed or opened.quantization else "none"
-        model = None
-        try:
-            config = opened.config(as_announced=True, perform_initialization=False)
-            with torch.device("meta"):
-                model = build_hybrid_model(config)
-            parameters = sum(p.numel() for p in model.parameters())
-            opened.check_quantization()
-            self.tokenizer = load_tokenizer(opened.path, config.vocab_size, opened.values)
-            if self.is_folder:
-                with checked_load(model, opened, names_of_all_stages(model)):
-                    pass  # nothing is to be written
-            _check_requests(model, self.tokenizer)
-        except (ValueError, TypeError) as error:
-            self.refusal = str(error)
-            if str(opened.values.get("model_type")) not in ADAPTERS:
-                yield from _nearest(opened)
-        if model is not None:
-            yield from _layers(model, parameters)
+    opened, model, tokenizer, refusal = open_config(path), None, None, None
+    is_packed = bool(opened.tensor_names()) and opened.is_packed
+    method = (opened.quantization or {}).get("quant_method", "of this library")
+    kind = str(method) if is_packed or opened.quantization else "none"
+    rows = [*_stated(opened.values), ("quantization", kind)]
+    try:
+        config = opened.config(as_announced=True, perform_initialization=False)
+        with torch.device("meta"):
+            model = build_hybrid_model(config)
+        parameters = sum(p.numel() for p in model.parameters())
+        opened.check_quantization()
+        tokenizer = load_tokenizer(opened.path, config.vocab_size, opened.values)
+        if model_folder(path).is_dir():
+            with checked_load(model, opened, names_of_all_stages(model)):
+                pass  # nothing is to be written
+        _check_requests(model, tokenizer)
+    except (ValueError, TypeError) as error:
+        refusal = str(error)
+        if str(opened.values.get("model_type")) not in ADAPTERS:
+            rows += _nearest(opened)
+    if model is not None:
+        rows += _layers(model, parameters)
+    return rows, tokenizer, refusal
 
 
 def _check_requests(model: HybridModel, tokenizer: Tokenizer | None) -> None:

@@ -13,7 +13,7 @@ from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.cli import main
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
-from megatron_hybrid.tools.doctor import Examination
+from megatron_hybrid.tools import doctor
 from megatron_hybrid.tools.quantize import quantize
 
 LLAMA = {
@@ -27,8 +27,8 @@ LLAMA = {
 
 
 def examine(path):
-    examination = Examination(path)
-    return dict(examination.rows()), examination.refusal
+    rows, _, refusal = doctor.examine(path)
+    return dict(rows), refusal
 
 
 def folder_of_llama(path, **changes):
