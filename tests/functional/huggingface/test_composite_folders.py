@@ -6,7 +6,8 @@ import pytest
 import torch
 import transformers
 from huggingface import read_values
-from safetensors.torch import load_file, save_file
+from model_folders import rewrite
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import megatron_hybrid as mh
@@ -66,29 +67,32 @@ output lacks: the language model is asked instead. 5.23.0 hands its logits out."
 
 def rename(folder):
     """Spell the tensors the other way."""
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    other = {
-        next((new + n.removeprefix(old) for old, new in NAMES.items() if n.startswith(old)), n): t
-        for n, t in tensors.items()
-    }
-    assert other.keys() != tensors.keys()
-    save_file(other, path, {"format": "pt"})
+
+    def spelled(name):
+        found = (new + name.removeprefix(old) for old, new in NAMES.items() if name.startswith(old))
+        return next(found, name)
+
+    def renamed(tensors):
+        other = {spelled(name): tensor for name, tensor in tensors.items()}
+        assert other.keys() != tensors.keys()
+        return other
+
+    rewrite(folder, renamed)
 
 
 def flatten(folder):
     """As Qwen2.5-VL is published: in names of before, and with one object for all."""
-    config, path = folder / "config.json", folder / "model.safetensors"
+    config = folder / "config.json"
     values = json.loads(config.read_text())
     text = values.pop("text_config")
     rope = {"rope_theta": text.pop("rope_parameters")["rope_theta"]}
     rope["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 1, 1]}
     config.write_text(json.dumps({**text, **values, **rope}))
-    older = {"model.language_model.": "model.", "model.visual.": "visual."}
-    tensors = load_file(path)
-    for new, old in older.items():
-        tensors = {n.replace(new, old): tensor for n, tensor in tensors.items()}
-    save_file(tensors, path, {"format": "pt"})
+
+    def older(name):
+        return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+
+    rewrite(folder, lambda tensors: {older(name): tensor for name, tensor in tensors.items()})
 
 
 def leave_out_ties(folder):
@@ -102,19 +106,22 @@ def leave_out_ties(folder):
 
 def stack_experts(folder):
     """The experts of a layer in two tensors, as in the released folders."""
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    layers = {name.partition("experts.0.")[0] for name in tensors if ".experts.0." in name}
-    assert layers
-    for layer in layers:
-        gate, up, down = (
-            [tensors.pop(f"{layer}experts.{i}.{name}_proj.weight") for i in range(6)]
-            for name in ("gate", "up", "down")
-        )
-        tensors[f"{layer}experts.gate_up_proj"] = torch.cat([torch.stack(gate), torch.stack(up)], 1)
-        tensors[f"{layer}experts.down_proj"] = torch.stack(down)
-    tensors["mtp.norm.weight"] = torch.ones(48)
-    save_file(tensors, path, {"format": "pt"})
+
+    def stacked(tensors):
+        layers = {name.partition("experts.0.")[0] for name in tensors if ".experts.0." in name}
+        assert layers
+        for layer in layers:
+            gate, up, down = (
+                torch.stack(
+                    [tensors.pop(f"{layer}experts.{i}.{name}_proj.weight") for i in range(6)]
+                )
+                for name in ("gate", "up", "down")
+            )
+            tensors[f"{layer}experts.gate_up_proj"] = torch.cat([gate, up], 1)
+            tensors[f"{layer}experts.down_proj"] = down
+        return tensors | {"mtp.norm.weight": torch.ones(48)}
+
+    rewrite(folder, stacked)
 
 
 def save(theirs, folder):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from huggingface import build
 from matrix import matrix_rows
+from model_folders import rewrite
 from packed_folders import FORMATS, write_folders
 from reference import greedy, tiny_engine
 from safetensors.torch import load_file, save_file
@@ -200,12 +201,9 @@ def test_experts_in_mxfp4_compute_what_they_stand_for(tmp_path):
             del packed[name]
             packed |= {f"{name}_{part}": tensor for part, tensor in stored.items()}
             plain[name] = values.mT.to(weight.dtype).contiguous()
-    values = json.loads((source / "config.json").read_text())
-    for kind, tensors in (("packed", packed), ("plain", plain)):
-        (folder := tmp_path / kind).mkdir()
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        method = {"quantization_config": {"quant_method": "mxfp4"}} if kind == "packed" else {}
-        (folder / "config.json").write_text(json.dumps(values | method))
+    method = {"quant_method": "mxfp4"}
+    rewrite(source, lambda _: packed, tmp_path / "packed", quantization_config=method)
+    rewrite(source, lambda _: plain, tmp_path / "plain")
     assert_same_model(tmp_path / "packed", tmp_path / "plain", tmp_path / "back")
 
 
@@ -287,9 +285,7 @@ def test_stacked_experts_are_quantized_one_by_one(tmp_path, name, to):
         else:
             plain[key] = torch.stack(experts).unflatten(1, (len(names), -1)).mT.flatten(1)
             assert torch.equal(plain[key], before)
-    (tmp_path / "plain").mkdir()
-    save_file(plain, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
-    (tmp_path / "plain" / "config.json").write_bytes((source / "config.json").read_bytes())
+    rewrite(source, lambda _: plain, tmp_path / "plain")
     assert_same_model(tmp_path / "packed", tmp_path / "plain", tmp_path / "back")
     if name == "qwen3_5_moe":
         theirs = AutoModelForCausalLM.from_pretrained(
@@ -324,16 +320,6 @@ def test_adapters_beside_packed_weights_learn_and_are_not_merged(qwen):
         merge_adapters(model)
 
 
-def rewritten(folder: Path, target: Path, change, config=None) -> Path:
-    """A copy of a folder with other tensors."""
-    tensors = change(dict(load_file(folder / "model.safetensors")))
-    target.mkdir()
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    values = json.loads((folder / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(values if config is None else values | config))
-    return target
-
-
 Q = "model.layers.3.self_attn.q_proj.weight"
 LLAMA_Q = "model.layers.0.self_attn.q_proj.weight"
 ROUTER = "model.layers.0.mlp.gate"
@@ -358,21 +344,21 @@ def _without(ending):
     ("change", "config", "words"),
     [
         (dict, {"quantization_config": None}, "neither config.json nor"),
-        (_without("_scale_inv"), None, f"{Q} is torch.float8_e4m3fn in .*without {Q}_scale"),
-        (lambda t: t | {f"{Q}_scale_inv": torch.ones(3, 5)}, None, "scales of shape .3, 5."),
-        (lambda t: t | {f"{Q}_scale_inv": torch.ones(1, 1).long()}, None, "no format that is read"),
+        (_without("_scale_inv"), {}, f"{Q} is torch.float8_e4m3fn in .*without {Q}_scale"),
+        (lambda t: t | {f"{Q}_scale_inv": torch.ones(3, 5)}, {}, "scales of shape .3, 5."),
+        (lambda t: t | {f"{Q}_scale_inv": torch.ones(1, 1).long()}, {}, "no format that is read"),
         (
             lambda t: t | {Q: t[Q].to(torch.float8_e5m2)},
-            None,
+            {},
             f"{Q} has codes of .*e5m2 .* no format",
         ),
-        (_with_nan, None, f"{Q} has numbers that are NaN"),
-        (_packed_router, None, "needs it unpacked"),
+        (_with_nan, {}, f"{Q} has numbers that are NaN"),
+        (_packed_router, {}, "needs it unpacked"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_cannot_be_unpacked_is_refused(qwen, tmp_path, change, config, words):
-    folder = rewritten(qwen[0], tmp_path / "folder", change, config)
+    folder = rewrite(qwen[0], change, tmp_path / "folder", **config)
     with pytest.raises(CheckpointError, match=words):
         mh.load_pretrained(folder)
 
@@ -387,7 +373,7 @@ def test_what_cannot_be_unpacked_is_refused(qwen, tmp_path, change, config, word
 )
 def test_gptq_that_is_not_read_is_refused(gptq, tmp_path, change, config, words):
     given = json.loads((gptq / "config.json").read_text())["quantization_config"]
-    folder = rewritten(gptq, tmp_path / "folder", change, {"quantization_config": given | config})
+    folder = rewrite(gptq, change, tmp_path / "folder", quantization_config=given | config)
     with pytest.raises(CheckpointError, match=words):
         mh.load_pretrained(folder)
 
@@ -396,7 +382,7 @@ def test_gptq_that_is_not_read_is_refused(gptq, tmp_path, change, config, words)
 def test_a_scale_that_makes_nan_is_refused(nvfp4, tmp_path, scale):
     """The scale is what the number is divided by: 1 / 0 times a code of 0 is NaN."""
     name = f"{LLAMA_Q}_global_scale"
-    folder = rewritten(nvfp4, tmp_path / "folder", lambda t: t | {name: torch.tensor([scale])})
+    folder = rewrite(nvfp4, lambda t: t | {name: torch.tensor([scale])}, tmp_path / "folder")
     with pytest.raises(CheckpointError, match=f"{name}, times a code of 0, has .* NaN"):
         mh.load_pretrained(folder)
 
@@ -404,7 +390,7 @@ def test_a_scale_that_makes_nan_is_refused(nvfp4, tmp_path, scale):
 @pytest.mark.parametrize("shape", [(64, 64), (3, 5)])
 def test_a_weight_that_is_there_plain_and_packed_is_refused(nvfp4, gptq, tmp_path, shape):
     for name, packed in (("nvfp4", nvfp4), ("gptq", gptq)):
-        folder = rewritten(packed, tmp_path / name, lambda t: t | {LLAMA_Q: torch.zeros(shape)})
+        folder = rewrite(packed, lambda t: t | {LLAMA_Q: torch.zeros(shape)}, tmp_path / name)
         with pytest.raises(CheckpointError, match=f"{LLAMA_Q} is in .* twice"):
             mh.load_pretrained(folder)
 
@@ -488,7 +474,7 @@ def test_a_model_with_vision_keeps_its_names_in_the_quantization(tmp_path):
     assert written["ignore"] == ["lm_head", "model.layers.0.linear_attn.in_proj_b"]
     again = {"language_model.lm_head.weight": torch.zeros(2)}
     with pytest.raises(CheckpointError, match=r"lm_head.weight is in .* twice"):
-        mh.load_pretrained(rewritten(folder, tmp_path / "twice", lambda tensors: tensors | again))
+        mh.load_pretrained(rewrite(folder, lambda tensors: tensors | again, tmp_path / "twice"))
 
 
 def test_a_packed_model_takes_a_folder_that_is_packed_otherwise_or_not(qwen, tmp_path):
@@ -514,7 +500,7 @@ def test_an_engine_takes_a_folder_that_is_packed_as_its_model(qwen, tmp_path):
     for each, folder, words in (
         (engine, other, "is packed .*int8.* but packed .*float8_e4m3fn.* in the model"),
         (unpacked, new, "is packed .* but not packed in the model"),
-        (engine, rewritten(new, tmp_path / "nan", _with_nan), "NaN"),
+        (engine, rewrite(new, _with_nan, tmp_path / "nan"), "NaN"),
     ):
         each.start_weight_update()
         with pytest.raises(CheckpointError, match=words):
@@ -549,9 +535,7 @@ def test_scales_of_keys_and_values_alone_are_no_quantized_weights(qwen, tmp_path
     names = ("k_proj.k_scale", "kv_scale", "prob_output_scale", "q_proj.activation_scale")
     scale = {f"model.layers.3.self_attn.{name}": torch.tensor(0.5) for name in names}
     config = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
-    folder = rewritten(
-        qwen[1], tmp_path / "folder", lambda t: t | scale, {"quantization_config": config}
-    )
+    folder = rewrite(qwen[1], lambda t: t | scale, tmp_path / "folder", quantization_config=config)
     model, _ = mh.load_pretrained(folder)
     assert torch.equal(logits(model), logits(mh.load_pretrained(qwen[1])[0]))
     save_huggingface(model, tmp_path / "back")

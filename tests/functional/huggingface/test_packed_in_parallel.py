@@ -1,17 +1,17 @@
 """Packed folders on several ranks: each takes its pieces of codes and scales. Together they
 compute, to the bit, what they do with the numbers that these stand for, and write it back."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from huggingface import build
+from model_folders import rewrite
 from packed_folders import write_folders
 from rank_processes import join_ranks, run_ranks
 from reference import tiny_engine
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.checkpoint import (
@@ -120,9 +120,7 @@ def test_a_load_that_fails_on_one_rank_changes_no_rank(tmp_path):
         build("qwen3_next", seed=i).to(torch.bfloat16).save_pretrained(source)
         for folder in write_folders(source, tmp_path / kind, formats):
             if kind == "broken":
-                tensors = load_file(folder / "model.safetensors")
-                del tensors["model.norm.weight"]
-                save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+                rewrite(folder, lambda t: _without(t, "model.norm.weight"))
     run_ranks(run_failures, (tmp_path,), 2)
 
 
@@ -154,16 +152,9 @@ def test_stages_find_what_no_stage_has_and_what_is_nan(tmp_path):
         "nan": (lambda t: t | {last: t[last] * torch.nan}, f"{last} has numbers that are NaN"),
     }
     for name, (change, _) in faults.items():
-        _changed(source, tmp_path / name, change)
-    _changed(tmp_path / "ours", tmp_path / "ours-extra", lambda t: t | {"extra": vector})
+        rewrite(source, change, tmp_path / name)
+    rewrite(tmp_path / "ours", lambda t: t | {"extra": vector}, tmp_path / "ours-extra")
     run_ranks(run_stages, (tmp_path, {name: words for name, (_, words) in faults.items()}), 2)
-
-
-def _changed(folder: Path, target: Path, change) -> None:
-    """Copy a folder with other tensors."""
-    shutil.copytree(folder, target)
-    tensors = change(load_file(folder / "model.safetensors"))
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
 
 
 def _without(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:

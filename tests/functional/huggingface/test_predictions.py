@@ -1,6 +1,5 @@
 """Parts for multi-token prediction in Hugging Face folders, against layers of transformers."""
 
-import json
 import re
 import shutil
 from copy import deepcopy
@@ -11,10 +10,11 @@ import torch
 from bars import check_bars
 from huggingface import build, read_values
 from matrix import matrix_rows
+from model_folders import rewrite
 from packed_folders import FORMATS as FORMATS_OF
 from packed_folders import write_folders
 from reference import tiny_engine
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import megatron_hybrid as mh
 from megatron_hybrid.checkpoints import tensor_source
@@ -112,9 +112,7 @@ class Reference:
             tensors[f"{released.names[name]}.weight"] = norm.weight.detach().clone()
         tensors[f"{released.names['eh_proj']}.weight"] = self.eh_proj
         tensors |= {name: tensors[other].clone() for name, other in released.copies.items()}
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        config = json.loads((folder / "config.json").read_text()) | released.announced
-        (folder / "config.json").write_text(json.dumps(config))
+        rewrite(folder, lambda _: tensors, **released.announced)
         return tensors
 
     @torch.no_grad()
@@ -221,12 +219,9 @@ FORMATS = [("qwen3_next", "fp8-block"), ("deepseek_v3", "fp8-block"), ("nemotron
 )
 def test_a_part_beside_packed_weights_may_be_packed_or_not(tmp_path, name, kind, is_packed):
     released, source = RELEASED[name], tmp_path / "source"
-    tensors = Reference(name).save(source, released)
+    Reference(name).save(source, released)
     shutil.rmtree(source / "other")
-    tensors = {key: tensor.bfloat16() for key, tensor in tensors.items()}
-    save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    config = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16"}
-    (source / "config.json").write_text(json.dumps(config))
+    rewrite(source, lambda t: {key: each.bfloat16() for key, each in t.items()}, dtype="bfloat16")
     own = "|".join(map(re.escape, [*released.layers.values(), "eh_proj"]))
     others = rf"^(?!{own})(?!.*eh_proj).*{PROJECTIONS}"
     packed, plain = write_folders(
@@ -252,8 +247,8 @@ def test_a_part_beside_packed_weights_may_be_packed_or_not(tmp_path, name, kind,
 
 
 def test_a_part_with_an_embedding_of_its_own_is_refused(tmp_path):
-    tensors = Reference("deepseek_v3").save(tmp_path, RELEASED["deepseek_v3"])
-    tensors[f"{ONE}embed_tokens.weight"] += 1
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    Reference("deepseek_v3").save(tmp_path, RELEASED["deepseek_v3"])
+    name = f"{ONE}embed_tokens.weight"
+    rewrite(tmp_path, lambda tensors: tensors | {name: tensors[name] + 1})
     with pytest.raises(CheckpointError, match=r"embed_tokens.weight differs .*multi-token"):
         mh.load_pretrained(tmp_path, mtp=True)

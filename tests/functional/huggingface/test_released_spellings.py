@@ -6,9 +6,10 @@ from math import log
 import pytest
 import torch
 from huggingface import Reference, build, read_values
+from model_folders import rewrite
 from put_together import BailingMoeV2_5ForCausalLM, LingConfig
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import megatron_hybrid as mh
@@ -56,12 +57,10 @@ def assert_equal_logits(folder, theirs, tokens, tolerance=1e-5):
     [("qwen2", "mimo", "model.mtp_layers.0.input_proj.weight"), ("deepseek_v3", "kimi_k2", None)],
 )
 def test_what_transformers_knows_by_another_name(name, released, more, tmp_path):
-    theirs, path = build(name), tmp_path / "config.json"
+    theirs = build(name)
     theirs.save_pretrained(tmp_path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": released}))
-    if more is not None:  # of an MTP head
-        tensors = load_file(tmp_path / "model.safetensors") | {more: torch.zeros(2, 2)}
-        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    head = {} if more is None else {more: torch.zeros(2, 2)}
+    rewrite(tmp_path, lambda tensors: tensors | head, model_type=released)
     assert_equal_logits(tmp_path, theirs, torch.arange(3, 60)[None], 1e-4)
 
 
@@ -177,13 +176,10 @@ def test_a_folder_that_would_be_another_model_is_refused(tmp_path, name, changes
 def test_keys_and_values_that_nobody_reads_are_left_out(name, tmp_path):
     """As released folders have them in layers that read those of others."""
     build(name).save_pretrained(tmp_path)
-    path, own = tmp_path / "model.safetensors", "model.layers.1.self_attn.k_proj.weight"
-    tensors = load_file(path)
-    tensors["model.layers.4.self_attn.k_proj.weight"] = tensors[own].clone()
-    save_file(tensors, path, {"format": "pt"})
+    own, unread = (f"model.layers.{i}.self_attn.k_proj" for i in (1, 4))
+    rewrite(tmp_path, lambda t: t | {f"{unread}.weight": t[f"{own}.weight"].clone()})
     mh.load_pretrained(tmp_path)
-    tensors["model.layers.1.self_attn.k_proj.bias"] = tensors.pop(own)
-    save_file(tensors, path, {"format": "pt"})
+    rewrite(tmp_path, lambda t: t | {f"{own}.bias": t.pop(f"{own}.weight")})
     with pytest.raises(mh.CheckpointError, match=r"model\.layers\.1\.self_attn\.k_proj"):
         mh.load_pretrained(tmp_path)
 
@@ -193,12 +189,11 @@ def test_layers_that_predict_further_tokens(tmp_path):
     transformers knows the one of the largest model alone, by its number."""
     theirs = build("deepseek_v3")
     theirs.save_pretrained(tmp_path)
-    path, last = tmp_path / "model.safetensors", "model.layers.2."
-    tensors = load_file(path)
+    last, tensors = "model.layers.2.", load_file(tmp_path / "model.safetensors")
     layer = {n.removeprefix(last): t for n, t in tensors.items() if n.startswith(last)}
     assert len(layer) > 10
     another = {f"model.layers.3.{name}": tensor.clone() for name, tensor in layer.items()}
-    save_file({**tensors, **another}, path, {"format": "pt"})
+    rewrite(tmp_path, lambda _: {**tensors, **another})
     with pytest.raises(mh.CheckpointError, match=r"does not have model\.layers\.3\."):
         mh.load_pretrained(tmp_path)  # an ordinary layer
 
@@ -214,7 +209,7 @@ def test_layers_that_predict_further_tokens(tmp_path):
     }
     for number in (3, 4):
         tensors |= {f"model.layers.{number}.{name}": t.clone() for name, t in layer.items()}
-    save_file(tensors, path, {"format": "pt"})
+    rewrite(tmp_path, lambda _: tensors)
     assert_equal_logits(tmp_path, theirs, torch.arange(30).view(1, 30))
 
 

@@ -1,10 +1,9 @@
 """What differs too little to show in the logits of random weights, against transformers."""
 
-import json
-
 import pytest
 import torch
 from huggingface import Reference, build
+from model_folders import rewrite
 from transformers import AutoModelForCausalLM
 
 import megatron_hybrid as mh
@@ -49,8 +48,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 def test_rotary_fields_that_somebody_added(name, values, tmp_path):
     """To a config.json: what transformers makes of it, and of the same weights, is what we do."""
     build(name).save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    rewrite(tmp_path, **values)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     model, _ = mh.load_pretrained(tmp_path)
     tokens = torch.randint(3, 100, (1, 60), generator=torch.Generator().manual_seed(0))

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from huggingface import Reference, build, in_float64, twin_in_float64
+from model_folders import rewrite
 
 import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.checkpoint import CheckpointError, save_huggingface
@@ -39,10 +40,8 @@ def saved(name, limits, folder):
             if key.endswith("dt_bias"):
                 tensor.copy_(torch.tensor([SMALL, LARGE]).repeat(len(tensor) // 2))
     model.save_pretrained(folder)
-    path = folder / "config.json"
-    values = {**json.loads(path.read_text()), "time_step_limit": limits}
-    path.write_text(json.dumps(values))
-    return model, values
+    rewrite(folder, time_step_limit=limits)
+    return model, json.loads((folder / "config.json").read_text())
 
 
 @pytest.mark.parametrize(("limits", "meant"), LIMITS.values(), ids=LIMITS)

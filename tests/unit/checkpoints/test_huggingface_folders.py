@@ -1,10 +1,9 @@
 """A Hugging Face folder that is broken, foreign or contradicts itself: one clear error each."""
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from model_folders import rewrite
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import megatron_hybrid as mh
@@ -30,16 +29,8 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
-def change_config(folder, **values):
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-
-def change_weights(folder, change):
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, {"format": "pt"})
+def without_k_proj(tensors):
+    return {name: tensor for name, tensor in tensors.items() if name != K_PROJ}
 
 
 @pytest.mark.parametrize(
@@ -69,29 +60,20 @@ def change_weights(folder, change):
         ({"num_key_value_heads": 4}, "k_proj.weight has shape [16, 32] in"),
         ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens"),
         ({"dtype": "bfloat16"}, "is torch.float32 in"),
-    ],
-)
-def test_configs(folder, values, message):
-    change_config(folder, **values)
-    with pytest.raises(mh.CheckpointError) as error:
-        mh.load_pretrained(folder)
-    assert message in str(error.value)
-    assert str(folder) in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t.pop(K_PROJ), f"but the model has {K_PROJ}"),
-        (lambda t: t.update({K_PROJ: torch.zeros(16, 31)}), f"{K_PROJ} has shape [16, 31] in"),
+        # Tensors that contradict it.
+        ({"change": without_k_proj}, f"but the model has {K_PROJ}"),
         (
-            lambda t: t.update({K_PROJ: torch.zeros(16, 32).to(torch.float8_e4m3fn)}),
+            {"change": lambda t: t | {K_PROJ: torch.zeros(16, 31)}},
+            f"{K_PROJ} has shape [16, 31] in",
+        ),
+        (
+            {"change": lambda t: t | {K_PROJ: torch.zeros(16, 32).to(torch.float8_e4m3fn)}},
             "float32 in the model. Quantized weights are read with the scales",
         ),
     ],
 )
-def test_tensors(folder, change, message):
-    change_weights(folder, change)
+def test_a_folder_that_contradicts_itself(folder, values, message):
+    rewrite(folder, **values)
     with pytest.raises(mh.CheckpointError) as error:
         mh.load_pretrained(folder)
     assert message in str(error.value)
@@ -100,15 +82,12 @@ def test_tensors(folder, change, message):
 
 @pytest.mark.parametrize("has_both", [True, False])
 def test_a_tied_tensor_beside_the_embedding_or_in_its_place(folder, has_both):
-    change_config(folder, tie_word_embeddings=True)
-
     def tie(tensors):
         embedding = tensors.pop("model.embed_tokens.weight")
-        tensors["lm_head.weight"] = embedding
-        if has_both:
-            tensors["model.embed_tokens.weight"] = embedding.clone()
+        both = {"model.embed_tokens.weight": embedding.clone()} if has_both else {}
+        return tensors | {"lm_head.weight": embedding} | both
 
-    change_weights(folder, tie)
+    rewrite(folder, tie, tie_word_embeddings=True)
     model, _ = mh.load_pretrained(folder)
     tied = load_file(folder / "model.safetensors")["lm_head.weight"]
     assert torch.equal(model.embedding.word_embeddings.weight, tied)
@@ -131,13 +110,12 @@ def test_some_tensors_in_fp32(folder):
     def change(tensors):
         tensors["model.norm.weight"] += torch.rand(32)
         halves.update({name: tensor.bfloat16() for name, tensor in tensors.items()})
-        tensors.update({name: half for name, half in halves.items() if "norm" not in name})
+        return tensors | {name: half for name, half in halves.items() if "norm" not in name}
 
-    change_config(folder, dtype="bfloat16")
-    change_weights(folder, change)
+    rewrite(folder, change, dtype="bfloat16")
     model, _ = mh.load_pretrained(folder)
     assert torch.equal(model.decoder.final_norm.weight, halves["model.norm.weight"])
-    change_weights(folder, lambda t: t.update({K_PROJ: t[K_PROJ].double()}))
+    rewrite(folder, lambda t: t | {K_PROJ: t[K_PROJ].double()})
     with pytest.raises(mh.CheckpointError, match=f"{K_PROJ} is torch.float64"):
         mh.load_pretrained(folder)
 
@@ -145,7 +123,7 @@ def test_some_tensors_in_fp32(folder):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_dtype_that_is_left_out_is_that_of_the_weights(folder, dtype):
     LlamaForCausalLM.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
-    change_config(folder, dtype=None)
+    rewrite(folder, dtype=None)
     model, _ = mh.load_pretrained(folder)
     theirs = LlamaForCausalLM.from_pretrained(folder)
     assert model.config.params_dtype == theirs.dtype == dtype

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from model_folders import rewrite
 from reference import tiny_model
 
 import megatron_hybrid as mh
@@ -34,8 +35,7 @@ def examine(path):
 def folder_of_llama(path, **changes):
     """A folder of Hugging Face, whose config.json is changed after its weights were written."""
     mh.save_huggingface(build_hybrid_model(config_of(LLAMA, "llama", ())), path)
-    values = json.loads((path / "config.json").read_text()) | changes
-    (path / "config.json").write_text(json.dumps(values))
+    rewrite(path, **changes)
 
 
 def test_the_model_of_the_package(capsys):

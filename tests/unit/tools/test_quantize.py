@@ -1,7 +1,6 @@
 """`megatron-hybrid quantize`: weights to nearest, in folders that we and others load."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,8 @@ import torch
 from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
-from safetensors.torch import load_file, save_file
+from model_folders import rewrite
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import megatron_hybrid as mh
@@ -129,9 +129,7 @@ def compressed(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def test_nvfp4_has_the_bits_of_compressed_tensors(llama, tmp_path):
     """Ties, groups of zeros, tiny numbers, signs of zero; a weight of zeros alone."""
-    folder = tmp_path / "odd"
-    shutil.copytree(llama, folder)
-    tensors = load_file(folder / "model.safetensors")
+    tensors = load_file(llama / "model.safetensors")
     names = [name for name in tensors if name.endswith("_proj.weight")]
     odd = [
         lambda w: (w * 64).round() / 4,
@@ -142,7 +140,7 @@ def test_nvfp4_has_the_bits_of_compressed_tensors(llama, tmp_path):
     ]
     for name, change in zip(names, odd * 3):
         tensors[name] = change(tensors[name].float()).bfloat16()
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    folder = rewrite(llama, lambda _: tensors, tmp_path / "odd")
     quantize(folder, tmp_path / "out", "nvfp4")
     written = load_file(tmp_path / "out" / "model.safetensors")
     for name in names:
@@ -153,11 +151,9 @@ def test_nvfp4_has_the_bits_of_compressed_tensors(llama, tmp_path):
 
 def test_nan_is_not_quantized(llama, tmp_path):
     for name in ("model.norm.weight", "model.layers.1.mlp.down_proj.weight"):
-        folder = tmp_path / name
-        shutil.copytree(llama, folder)
-        tensors = load_file(folder / "model.safetensors")
+        tensors = load_file(llama / "model.safetensors")
         tensors[name].view(-1)[7] = torch.nan
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        folder = rewrite(llama, lambda _, own=tensors: own, tmp_path / name)
         with pytest.raises(CheckpointError, match=f"{name} has numbers that are NaN"):
             quantize(folder, tmp_path / "out", "int4")
         assert not list((tmp_path / "out").glob("*"))
