@@ -8,11 +8,12 @@ from importlib.util import find_spec
 
 from benchmarks.replay.engines.clairvoyant import Clairvoyant
 from benchmarks.replay.engines.marconi import ALPHAS, Marconi
+from benchmarks.replay.engines.windows import WindowedLRU, WindowedOneState, windows_of
 from benchmarks.replay.geometry import Geometry
 from megatron_hybrid.tools.replay.lru import Ceiling, LeastRecentlyUsed
 from megatron_hybrid.tools.replay.ours import Ours
 from megatron_hybrid.tools.replay.protocol import Engine
-from megatron_hybrid.tools.replay.rules import GRID, OneState
+from megatron_hybrid.tools.replay.rules import GRID
 from megatron_hybrid.tools.replay.token_tree import Node
 
 Candidates = Mapping[float | None, Callable[[], Engine]]
@@ -59,8 +60,7 @@ def _clairvoyant(encoding: str) -> Entry:
 def _lru_block_end(block: int) -> Entry:
     def build(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
         sizes = geometry.kv_bytes_per_token, geometry.recurrent_bytes(), budget
-        windows = geometry.window, geometry.window_bytes_per_token
-        return {None: lambda: LeastRecentlyUsed(block, *sizes, *windows)}
+        return {None: lambda: WindowedLRU(block, *sizes, **windows_of(geometry))}
 
     return Entry(f"plain LRU, blocks of {block} tokens, states at their ends", build)
 
@@ -68,8 +68,7 @@ def _lru_block_end(block: int) -> Entry:
 def _sglang(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
     grid = GRID if geometry.state_bytes() else 1
     sizes = geometry.kv_bytes_per_token, geometry.recurrent_bytes(), budget
-    windows = geometry.window, geometry.window_bytes_per_token
-    return {None: lambda: OneState(grid, *sizes, *windows)}
+    return {None: lambda: WindowedOneState(grid, *sizes, **windows_of(geometry))}
 
 
 class WholeLeaves(LeastRecentlyUsed):

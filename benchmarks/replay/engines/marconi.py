@@ -4,24 +4,26 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from benchmarks.replay.engines.windows import Windows, windows_of
 from benchmarks.replay.geometry import Geometry
-from megatron_hybrid.tools.replay.baseline import Baseline, Running
+from megatron_hybrid.tools.replay.baseline import Running
 from megatron_hybrid.tools.replay.token_tree import Node, deepest_state
 
 ALPHAS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 
 
-class Marconi(Baseline):
+class Marconi(Windows):
     """Keeps at most two states of each request: at its junction, where the prompt leaves (or ends
     inside) what is known, and after its last token. Nodes with at most one child are candidates for
     eviction, by recency + alpha x FLOPs saved per byte, each normalised over the candidates; a leaf
     goes with its KV, a node with one child gives its state and joins the child."""
 
     def __init__(self, geometry: Geometry, state_bytes: int, budget_bytes: float, alpha: float):
-        windows = geometry.window, geometry.window_bytes_per_token
-        super().__init__(1, geometry.kv_bytes_per_token, state_bytes, budget_bytes, *windows)
+        sizes = 1, geometry.kv_bytes_per_token, state_bytes, budget_bytes
+        super().__init__(*sizes, **windows_of(geometry))
         self.alpha = alpha
         self._flops = geometry.prefill_flops
+        self._slots: dict[Node, int] = {}
         self._nodes: list[Node | None] = []
         self._free: list[int] = []
         self._used = np.zeros(64)
@@ -43,15 +45,14 @@ class Marconi(Baseline):
         if node is self.tree.root:
             return
         if node.parent is None:
-            if node.slot >= 0:
-                self._nodes[node.slot], self._gain[node.slot] = None, np.nan
-                self._free.append(node.slot)
-                node.slot = -1
+            if (slot := self._slots.pop(node, None)) is not None:
+                self._nodes[slot], self._gain[slot] = None, np.nan
+                self._free.append(slot)
             return
-        if node.slot < 0:
-            node.slot = self._take_slot(node)
-        self._used[node.slot] = node.last_access
-        self._gain[node.slot] = self._flops_per_byte(node)
+        if (slot := self._slots.get(node)) is None:
+            slot = self._slots[node] = self._take_slot(node)
+        self._used[slot] = node.last_access
+        self._gain[slot] = self._flops_per_byte(node)
 
     def _take_slot(self, node: Node) -> int:
         if self._free:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_hybrid.tools.replay.protocol import WINDOW_STEP_TOKENS, Engine
+from megatron_hybrid.tools.replay.protocol import Engine
 from megatron_hybrid.tools.replay.token_tree import Node, State, TokenTree
 
 
@@ -24,32 +24,19 @@ class Baseline(Engine):
 
     Args:
         block: tokens are cached in whole blocks of this size.
-        state_bytes: of a saved state, without its windows.
-        budget_bytes: for all KV, all saved states, and the windows of running requests.
-        window: tokens in the windows of local layers. Each saved state has a copy of their KV, and
-            so has each running request. A prefill holds the KV of its longest forward besides.
-        window_bytes: KV of one token in all of these layers.
+        state_bytes: of a saved state.
+        budget_bytes: for all KV and all saved states.
     """
 
-    def __init__(
-        self,
-        block: int,
-        kv_bytes_per_token: int,
-        state_bytes: int,
-        budget_bytes: float,
-        window: int = 0,
-        window_bytes: int = 0,
-    ):
-        self.tree = TokenTree(block, self.changed, window)
+    def __init__(self, block: int, kv_bytes_per_token: int, state_bytes: int, budget_bytes: float):
+        self.tree = TokenTree(block, self.changed)
         self.kv_bytes = kv_bytes_per_token
-        self.needs_state = state_bytes > 0 or window > 0
+        self.needs_state = state_bytes > 0
         """False: a prompt resumes from KV alone."""
         self.budget = budget_bytes
         self.tick = 0
         self.running = 0
         self._state_bytes = state_bytes
-        self._window_bytes = window_bytes
-        self._running_window_tokens = 0
 
     def changed(self, node: Node) -> None:
         """Callback: a node changed, see `TokenTree`."""
@@ -64,30 +51,23 @@ class Baseline(Engine):
 
     @property
     def bytes_held(self) -> int:
-        window_tokens = self.tree.num_window_tokens + self._running_window_tokens
-        states = self.tree.num_states * self._state_bytes + window_tokens * self._window_bytes
-        return self.tree.num_tokens * self.kv_bytes + states
+        return self.tree.num_tokens * self.kv_bytes + self.tree.num_states * self._state_bytes
 
-    def enter(
-        self, tokens: np.ndarray, restored: int, saved: Iterable[int], running_window: int = 0
-    ) -> Node | None:
-        """Cache tokens and their states. Returns the node of the last token, pinned; None: no room.
-
-        running_window: tokens in the windows of the request, if this starts it."""
+    def enter(self, tokens: np.ndarray, restored: int, saved: Iterable[int]) -> Node | None:
+        """Cache tokens and their states. Returns the node of the last token, pinned; None: no
+        room."""
         tree, before = self.tree, self.tree.num_tokens
         path = tree.insert(tokens, self.tick)
         grew = tree.num_tokens > before
         # Less than a block ends at the root: nothing to cache, so it always fits.
         node = path[-1] if path else tree.root
         tree.pin(node, 1)
-        self._running_window_tokens += running_window
         for position in {restored, *saved} - {0} if self.needs_state else ():
             state = tree.save_state(path, position)
             state.last_access = self.tick
             self.used(state)
         if self._shrink():
             return node
-        self._running_window_tokens -= running_window
         tree.pin(node, -1)
         if grew:
             tree.cut(node, node.start)
@@ -103,38 +83,16 @@ class Baseline(Engine):
     def start(self, tokens: np.ndarray, skipped: int, saved: Iterable[int]) -> Running | None:
         """Begin a request that restores at `skipped` and saves states at `saved`. If it does not
         fit even alone, it runs outside the cache, and skips nothing."""
-        windows = self.tree.window_tokens(len(tokens))
-        forward = self._longest_forward(len(tokens), skipped) - windows if windows else 0
-        self._running_window_tokens += forward
-        node = self.enter(tokens, skipped, saved, windows)
-        self._running_window_tokens -= forward
+        node = self.enter(tokens, skipped, saved)
         if node is None and self.running:
             return None
         self.running += 1
         return Running(len(tokens), skipped if node is not None else 0, node)
 
-    def _longest_forward(self, num_tokens: int, skipped: int) -> int:
-        """Tokens whose KV the local layers hold in the longest forward of a prefill: the window
-        before it, and its own. Where the empty cache has no room for it, forwards are shorter."""
-        step, window = WINDOW_STEP_TOKENS, self.tree.window_tokens
-        room = (self.budget - num_tokens * self.kv_bytes) // self._window_bytes
-        if skipped == num_tokens:
-            return window(num_tokens)
-        least = window(num_tokens - 1) + 1
-        while least <= room:
-            starts = range(skipped, num_tokens, step)
-            longest = max(window(start) + min(step, num_tokens - start) for start in starts)
-            if longest <= room or step == 1:
-                return max(longest, window(num_tokens))
-            step //= 2
-        return least
-
     def end(self, handle: Running, tokens: np.ndarray, saved: Iterable[int]) -> None:
         """Finish a request; its answer is cached if there is room."""
         self.running -= 1
         if handle.node is not None:
-            # Its windows are those of the state after the answer.
-            self._running_window_tokens -= self.tree.window_tokens(handle.prompt_tokens)
             node = self.enter(tokens, 0, saved)
             if node is not None:
                 self.tree.pin(node, -1)

@@ -18,8 +18,8 @@ class LeastRecentlyUsed(Baseline):
     blocks on its path, and the restored state.
     """
 
-    def __init__(self, *sizes: Any, **windows: int):
-        super().__init__(*sizes, **windows)
+    def __init__(self, *sizes: Any):
+        super().__init__(*sizes)
         self._heap: list[tuple] = []
         self._pushed = 0
 

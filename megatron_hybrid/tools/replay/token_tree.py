@@ -31,8 +31,6 @@ class Node:
     last_access: int = 0
     pins: int = 0
     """Running requests whose last token is here."""
-    slot: int = -1
-    """For the policy's own books."""
 
     @property
     def end(self) -> int:
@@ -42,20 +40,15 @@ class Node:
 class TokenTree:
     """Sequences, truncated to whole blocks of `block` tokens.
 
-    `num_tokens` and `num_states` count its content, `num_window_tokens` the last `window` tokens
-    before each state. `changed` is called with each node whose children, states, pins, extent or
-    last access changed.
+    `num_tokens` and `num_states` count its content. `changed` is called with each node whose
+    children, states, pins, extent or last access changed.
     """
 
-    def __init__(
-        self, block: int, changed: Callable[[Node], None] = lambda node: None, window: int = 0
-    ):
+    def __init__(self, block: int, changed: Callable[[Node], None] = lambda node: None):
         self.block = block
-        self.window = window
         self.root = Node(None, 0, np.empty(0, dtype=np.int32))
         self.num_tokens = 0
         self.num_states = 0
-        self.num_window_tokens = 0
         self._changed = changed
 
     def walk(self, tokens: np.ndarray) -> tuple[list[Node], int]:
@@ -75,10 +68,6 @@ class TokenTree:
     def whole(self, n: int) -> int:
         """Length n, truncated to whole blocks."""
         return n // self.block * self.block
-
-    def window_tokens(self, n: int) -> int:
-        """Number of n tokens in the window of the next one."""
-        return min(n, self.window)
 
     def _key(self, tokens: np.ndarray, start: int) -> bytes:
         return tokens[start : start + self.block].tobytes()
@@ -123,16 +112,6 @@ class TokenTree:
         self._changed(node)
         return upper
 
-    def merge(self, node: Node) -> None:
-        """Join a node without states with its only child, which takes its place."""
-        (child,) = node.children.values()
-        child.start, child.parent = node.start, node.parent
-        child.tokens = np.concatenate([node.tokens, child.tokens])
-        child.parent.children[self._key(child.tokens, 0)] = child
-        node.parent, node.children = None, {}
-        self._changed(node)
-        self._changed(child)
-
     def pin(self, node: Node, count: int) -> None:
         """Add `count`, which may be negative, to the running requests that end at a node."""
         node.pins += count
@@ -144,7 +123,6 @@ class TokenTree:
         if position not in node.states:
             node.states[position] = State(node, position)
             self.num_states += 1
-            self.num_window_tokens += self.window_tokens(position)
             self._changed(node)
         return node.states[position]
 
@@ -152,7 +130,6 @@ class TokenTree:
         node, state.node = state.node, None
         del node.states[state.position]
         self.num_states -= 1
-        self.num_window_tokens -= self.window_tokens(state.position)
         self._changed(node)
 
     def cut(self, leaf: Node, end: int) -> None:
