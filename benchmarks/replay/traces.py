@@ -28,7 +28,7 @@ def load(path: str | Path, limit: int | None = None) -> Iterator[Request]:
     if "hash_ids" in keys:
         return load_mooncake(path, limit)
     if any(name in keys for name in PROMPT_FIELDS):
-        return load_jsonl(path, limit)
+        return islice(load_jsonl(path), limit)
     found = f"starts with the fields {list(keys)}" if keys else "is empty"
     raise ValueError(
         f"{path} {found}; its first line must be a JSON object with `hash_ids` "

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_hybrid.checkpoints.folder import FLOATS, CheckpointFolder
-from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap, is_of_language_model
+from megatron_hybrid.checkpoints.huggingface.base import TensorMap, is_of_language_model
 from megatron_hybrid.checkpoints.model_tensors import own_weights
 from megatron_hybrid.checkpoints.packed_files import PackedFiles
 from megatron_hybrid.checkpoints.packed_maps import PackedSource, own_source
@@ -164,7 +164,16 @@ def _find_theirs(config: HybridConfig, folder: CheckpointFolder) -> FoundTensors
                 f"{name} differs from {original} in {folder.path}, but they are one in the model "
                 f"({why}). Config and weights do not belong together."
             )
-    packed = _packed_source(weights, given, shapes, adapter, config, is_read)
+    stored = {
+        name: weights.stored[file_name]
+        for name, file_name in given.items()
+        if file_name in weights.stored
+    }
+    kept_names = {adapter.text_name(name): name for name in filter(is_read, weights.kept)}
+    for name in adapter.ignored_names(kept_names, config):
+        del kept_names[name]
+    kept = {file_name: files.read(file_name).clone() for file_name in kept_names.values()}
+    packed = PackedSource(stored, shapes, kept, dtype_unpacked=config.params_dtype)
     packed.unpack_mixed(maps, files.read)
     is_mixed = files.dtype(given[embedding]) == config.params_dtype
     return FoundTensors(files, maps, given, packed, is_mixed)
@@ -180,28 +189,6 @@ def _warn_left_out(folder: CheckpointFolder, names: set[str]) -> None:
         len(names),
         ", ".join(sorted(parts)),
     )
-
-
-def _packed_source(
-    weights: PackedFiles,
-    given: Mapping[str, str],
-    shapes: dict[str, tuple[int, ...]],
-    adapter: Adapter,
-    config: HybridConfig,
-    is_read: Callable[[str], bool],
-) -> PackedSource:
-    """The packed ones of the weights of a folder. given: their names in it, by those that they have
-    in one of the text model alone; shapes: unpacked, by the same."""
-    stored = {
-        name: weights.stored[file_name]
-        for name, file_name in given.items()
-        if file_name in weights.stored
-    }
-    names = {adapter.text_name(name): name for name in filter(is_read, weights.kept)}
-    for name in adapter.ignored_names(names, config):
-        del names[name]
-    kept = {file_name: weights.files.read(file_name).clone() for file_name in names.values()}
-    return PackedSource(stored, shapes, kept, dtype_unpacked=config.params_dtype)
 
 
 def pack_as_in(model: HybridModel, folder: str | os.PathLike[str]) -> None:

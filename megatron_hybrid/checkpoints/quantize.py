@@ -64,18 +64,6 @@ def _blocks(weight: Tensor, rows: int, columns: int) -> Tensor:
     return padded.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
 
 
-def _fp8(scaled: Tensor) -> Tensor:
-    return scaled.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-
-
-def _int8(scaled: Tensor) -> Tensor:
-    return scaled.round().clamp(-127, 127).to(torch.int8)
-
-
-def _int4(scaled: Tensor) -> Tensor:
-    return in_bytes((scaled.round().clamp(-8, 7) + 8).to(torch.uint8))
-
-
 def _fp4(scaled: Tensor) -> Tensor:
     middles = torch.tensor(_BETWEEN, device=scaled.device)
     below = torch.bucketize(scaled.abs(), middles)  # a middle itself goes down, and up in the other
@@ -84,4 +72,10 @@ def _fp4(scaled: Tensor) -> Tensor:
     return in_bytes((magnitude + 8 * (scaled < 0)).to(torch.uint8))
 
 
-_CODES = {"fp8": _fp8, "int8": _int8, "int4": _int4, "fp4": _fp4}
+_CODES = {
+    "fp8": lambda scaled: scaled.clamp(-448.0, 448.0).to(torch.float8_e4m3fn),
+    "int8": lambda scaled: scaled.round().clamp(-127, 127).to(torch.int8),
+    "int4": lambda scaled: in_bytes((scaled.round().clamp(-8, 7) + 8).to(torch.uint8)),
+    "fp4": _fp4,
+}
+"""Scaled numbers -> codes, by the name of a format."""

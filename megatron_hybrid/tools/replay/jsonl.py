@@ -33,15 +33,11 @@ token ids, and likely junctions with other chats in them."""
 
 
 def load_jsonl(
-    path: str | Path,
-    limit: int | None = None,
-    tokenize: Tokenize | None = None,
-    vocab_size: int = 1 << 31,
+    path: str | Path, tokenize: Tokenize | None = None, vocab_size: int = 1 << 31
 ) -> Iterator[Request]:
     """Yield the requests of a file. Without an output the answer is empty.
 
     Args:
-        limit: most requests to read.
         tokenize: for text and chats; None: they are errors.
         vocab_size: token ids lie in [0, vocab_size).
 
@@ -49,19 +45,16 @@ def load_jsonl(
         ValueError: a line is not a request, or out of order, or there is none; the message names
             file, line and remedy.
     """
-    count = 0
+    index = -1
     latest: dict[tuple[str, int | str | None], float] = {}
-    for number, row in rows(path):
-        if count == limit:
-            return
+    for index, (number, row) in enumerate(rows(path)):
         try:
-            request = _request(row, count, tokenize, vocab_size)
+            request = _request(row, index, tokenize, vocab_size)
             _check_order(row, request, latest)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
         yield request
-        count += 1
-    if not count:
+    if index < 0:
         raise ValueError(f"{path} has no requests: write one JSON object a line, with `prompt`")
 
 
