@@ -4,15 +4,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.replay.engines.windows import Windows, windows_of
+from benchmarks.replay.engines.windows import WindowedLRU, windows_of
 from benchmarks.replay.geometry import Geometry
-from megatron_hybrid.tools.replay.baseline import Running
-from megatron_hybrid.tools.replay.token_tree import Node, deepest_state
+from megatron_hybrid.tools.replay.lru import Running
+from megatron_hybrid.tools.replay.token_tree import Node, State, deepest_state
 
 ALPHAS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 
 
-class Marconi(Windows):
+class Marconi(WindowedLRU):
     """Keeps at most two states of each request: at its junction, where the prompt leaves (or ends
     inside) what is known, and after its last token. Nodes with at most one child are candidates for
     eviction, by recency + alpha x FLOPs saved per byte, each normalised over the candidates; a leaf
@@ -53,6 +53,9 @@ class Marconi(Windows):
             slot = self._slots[node] = self._take_slot(node)
         self._used[slot] = node.last_access
         self._gain[slot] = self._flops_per_byte(node)
+
+    def used(self, state: State) -> None:
+        """States have no place of their own in the order."""
 
     def _take_slot(self, node: Node) -> int:
         if self._free:

@@ -1,4 +1,4 @@
-"""Windows: caches of models with local layers, whose KV takes memory of its own."""
+"""WindowedLRU: caches of models with local layers, whose KV takes memory of its own."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -6,15 +6,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.replay.geometry import Geometry
-from megatron_hybrid.tools.replay.baseline import Baseline, Running
-from megatron_hybrid.tools.replay.lru import LeastRecentlyUsed
+from megatron_hybrid.tools.replay.lru import LeastRecentlyUsed, Running
 from megatron_hybrid.tools.replay.protocol import WINDOW_STEP_TOKENS
 from megatron_hybrid.tools.replay.rules import OneState
 from megatron_hybrid.tools.replay.token_tree import Node, State, TokenTree
 
 
 def windows_of(geometry: Geometry) -> dict[str, int]:
-    """The arguments of `Windows`."""
+    """The arguments of `WindowedLRU`."""
     return {"window": geometry.window, "window_bytes": geometry.window_bytes_per_token}
 
 
@@ -51,12 +50,12 @@ class WindowTree(TokenTree):
         self._changed(child)
 
 
-class Windows(Baseline):
+class WindowedLRU(LeastRecentlyUsed):
     """Each saved state has a copy of the KV in its windows, and so has each running request. A
     prefill holds the KV of its longest forward besides.
 
     Args:
-        sizes: of `Baseline`.
+        sizes: of `LeastRecentlyUsed`.
         window: tokens in the windows of local layers.
         window_bytes: KV of one token in all of these layers.
     """
@@ -115,9 +114,5 @@ class Windows(Baseline):
         super().end(handle, tokens, saved)
 
 
-class WindowedLRU(Windows, LeastRecentlyUsed):
-    """Plain LRU."""
-
-
-class WindowedOneState(Windows, OneState):
+class WindowedOneState(WindowedLRU, OneState):
     """SGLang's rule."""

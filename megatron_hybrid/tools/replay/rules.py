@@ -13,8 +13,7 @@ import numpy as np
 
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.models.mixers.base import LayerCache
-from megatron_hybrid.tools.replay.baseline import Running
-from megatron_hybrid.tools.replay.lru import LeastRecentlyUsed
+from megatron_hybrid.tools.replay.lru import LeastRecentlyUsed, Running
 from megatron_hybrid.tools.replay.protocol import STEP_TOKENS
 
 UNIT = 16
