@@ -408,9 +408,9 @@ class Scheduler:
             if chunk.draft_draws:
                 self.draft_planner.note(chunk)
             if request.request_id in result.prompt_scores:
-                scores = result.prompt_scores[request.request_id]
-                request.prompt_log_probs += scores.log_probs
-                request.prompt_top_n_logprobs += scores.top_n_logprobs
+                log_probs, top_n_logprobs = result.prompt_scores[request.request_id]
+                request.prompt_log_probs += log_probs
+                request.prompt_top_n_logprobs += top_n_logprobs
             # One by one: after several tokens they would become visible at once.
             lease = request.lease
             for end in range(chunk.end, chunk.last_computed + 1):

@@ -70,15 +70,6 @@ class Scored:
     params: SamplingParams
 
 
-@dataclass
-class PromptScores:
-    """Log-probabilities of prompt tokens."""
-
-    log_probs: list[float]
-    top_n_logprobs: list[dict[int, float]]
-    """Those of the most likely tokens at these positions; empty if none were asked for."""
-
-
 @dataclass(slots=True)
 class Work:
     """Tokens [start, end) of one request to compute in the step."""
@@ -199,7 +190,10 @@ class StepResult:
     """Restores that lacked memory, by request id; what these requests drew and saved is void."""
     again: set[int] = field(default_factory=set)
     """Ids of requests whose token was drawn again: a step that was launched ahead has another."""
-    prompt_scores: dict[int, PromptScores] = field(default_factory=dict)
-    """Scores of `Work.scored`, by request id."""
+    prompt_scores: dict[int, tuple[list[float], list[dict[int, float]]]] = field(
+        default_factory=dict
+    )
+    """Log-probabilities of `Work.scored`, and those of the most likely tokens at these positions
+    (empty if none were asked for), by request id."""
     unsaved: dict[tuple[int, int], str] = field(default_factory=dict)
     """Saves that lacked memory, by request id and position."""

@@ -24,7 +24,6 @@ from megatron_hybrid.inference.sampling_params import (
     SamplingParams,
 )
 from megatron_hybrid.inference.scheduling.step_plan import (
-    PromptScores,
     Restore,
     Save,
     StepPlan,
@@ -407,7 +406,7 @@ class ModelRunner:
         values = iter(launched.copy.wait())
         for request_id in launched.scores:
             log_probs, top_rows = next(values), _top_rows(values)
-            result.prompt_scores[request_id] = PromptScores(log_probs, top_rows or [])
+            result.prompt_scores[request_id] = log_probs, top_rows or []
         if drawn is not None:
             rows: dict[int, list[Sampled]] = {}
             owners = [owner for owner, _ in plan.draws()]

@@ -192,10 +192,10 @@ def sample(
         ids_1V = _ids(logits_nV)
         logits_mV = logits_nV.index_select(0, rows.numbers_m)
         if truncates:
-            kept = _truncated(logits_mV, ids_1V, rows, num_candidates)
-            tokens_m = _loudest(kept.logits_mC, kept.ids_mC, rows.keys_2m1)
-            if kept.is_all_m is not None:
-                tokens_m.masked_fill_(~kept.is_all_m, DRAW_AGAIN)
+            kept_mC, ids_mC, is_all_m = _truncated(logits_mV, ids_1V, rows, num_candidates)
+            tokens_m = _loudest(kept_mC, ids_mC, rows.keys_2m1)
+            if is_all_m is not None:
+                tokens_m.masked_fill_(~is_all_m, DRAW_AGAIN)
         else:
             kept_mV = rows.tempered(logits_mV, logits_mV.amax(dim=-1, keepdim=True))
             bounds_mV = _noise_bound(token_hash(ids_1V, rows.keys_2m1)).add_(kept_mV)
@@ -316,19 +316,12 @@ def _parts(
         first = end
 
 
-class _Kept(NamedTuple):
-    """The tokens of some rows that may be drawn, most likely first."""
-
-    logits_mC: Tensor
-    """Tempered, fp32; -inf after the last one."""
-    ids_mC: Tensor
-    """int64."""
-    is_all_m: Tensor | None
-    """Whether they are all that may be drawn; None: they are, in all rows."""
-
-
-def _truncated(logits_mV: Tensor, ids_1V: Tensor, rows: _Rows, num_candidates: int) -> _Kept:
-    """Return what min_p, then top_k, then top_p keep; of equal logits the first ones."""
+def _truncated(
+    logits_mV: Tensor, ids_1V: Tensor, rows: _Rows, num_candidates: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return what min_p, then top_k, then top_p keep, most likely first; of equal logits the first
+    ones: tempered logits, fp32 [m, C], -inf after the last one; their ids, int64 [m, C]; and
+    whether they are all that may be drawn, bool [m]; None: they are, in all rows."""
     V = logits_mV.shape[1]
     size = min(max(rows.largest_top_k, num_candidates if rows.sums_all else 0), V)
     ids_mC = _most_likely(logits_mV, ids_1V, size)
@@ -348,7 +341,7 @@ def _truncated(logits_mV: Tensor, ids_1V: Tensor, rows: _Rows, num_candidates: i
     is_all_m = None
     if rows.sums_all and size < V:  # so rows are drawn again until all tokens are candidates
         is_all_m = (found_m1 >= limits_m1.minimum(totals_m1)).squeeze(1)
-    return _Kept(kept_mC, ids_mC, is_all_m)
+    return kept_mC, ids_mC, is_all_m
 
 
 def _masses(logits_mC: Tensor) -> Tensor:
@@ -383,9 +376,9 @@ def processed_log_probs(logits_nV: Tensor, params: Sequence[SamplingParams]) -> 
     for rows, truncates in _parts(logits_nV, params):
         logits_mV = logits_nV.index_select(0, rows.numbers_m)
         if truncates:
-            kept = _truncated(logits_mV, ids_1V, rows, logits_mV.shape[1])
+            kept_mC, ids_mC, _ = _truncated(logits_mV, ids_1V, rows, logits_mV.shape[1])
             own_mV = torch.full_like(logits_mV, -torch.inf, dtype=torch.float32)
-            own_mV.scatter_(1, kept.ids_mC, kept.logits_mC.log_softmax(dim=-1))
+            own_mV.scatter_(1, ids_mC, kept_mC.log_softmax(dim=-1))
         else:
             largest_m1 = logits_mV.amax(dim=-1, keepdim=True)
             own_mV = rows.tempered(logits_mV, largest_m1).log_softmax(dim=-1)
