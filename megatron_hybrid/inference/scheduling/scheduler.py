@@ -28,7 +28,7 @@ from megatron_hybrid.inference.scheduling.plan_builder import (
     copies_of,
     tables_of,
 )
-from megatron_hybrid.inference.scheduling.short_prompts import ShortPrompts
+from megatron_hybrid.inference.scheduling.short_prompts import leave_rest, short_prompts
 from megatron_hybrid.inference.scheduling.single_flight import waits_for_prefill
 from megatron_hybrid.inference.scheduling.state_saver import StateSaver
 from megatron_hybrid.inference.scheduling.step_ahead import StepAhead
@@ -93,7 +93,7 @@ class Scheduler:
         self.drafts_need_hidden = drafts_need_hidden
         self.fetches = fetches
         self.max_tokens = max_tokens
-        self._short_prompts = ShortPrompts(cache, short_prompt_share)
+        self._short_prompt_share = short_prompt_share
         self.max_waiting_looked_at = 2 * max_requests
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # in order of arrival
@@ -172,7 +172,8 @@ class Scheduler:
             and builder.start_of(request) < request.num_tokens
         ]
         waiting = islice(self.waiting, self.max_waiting_looked_at if self.free_slots else 0)
-        short = self._short_prompts.choose(self._budget(builder), prefills, waiting)
+        share = int(self._short_prompt_share * self._budget(builder))
+        short = short_prompts(self.cache, share, prefills, waiting)
         builder.kept = {r: count for r, count in short.items() if r.lease is None}
         for request in sorted(prefills, key=lambda r: r not in short):
             self._plan_work(builder, request)
@@ -204,7 +205,7 @@ class Scheduler:
                 tokens = request.tokens[: request.num_tokens]
                 self.cache.expected.add(request.request_id, tokens, request.salt)
         self._admitting, builder.kept = None, {}
-        self._short_prompts.leave_rest(builder, self._budget(builder))
+        leave_rest(self.cache, builder, self._budget(builder))
         self.fetches.poll()
 
     def schedule_moves(self) -> StepPlan:
