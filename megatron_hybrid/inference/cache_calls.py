@@ -1,7 +1,9 @@
 """CacheCalls: the calls of an engine that suspend it, and that save or clear its cache."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 
 import numpy as np
 
@@ -9,6 +11,10 @@ from megatron_hybrid.inference.engine_parts import EngineParts
 from megatron_hybrid.inference.live_requests import LiveRequests
 from megatron_hybrid.inference.rank_calls import on_all_ranks
 from megatron_hybrid.inference.weight_calls import WeightCalls
+from megatron_hybrid.inference.weights.fingerprint import open_folder
+from megatron_hybrid.offload.disk_store import real_path
+from megatron_hybrid.offload.offload import disk_tier
+from megatron_hybrid.offload.tier import Tier
 from megatron_hybrid.utils.interrupts import defer_sigint
 
 
@@ -118,9 +124,25 @@ class CacheCalls:
             )
         with defer_sigint() as let_in:
             self._epochs.check()
-            limit = self._parts.config.disk_cache_bytes
-            tier = self._parts.folders.save(offload, folder, limit, let_in)
+            tier = self._save(folder, let_in)
         return CacheSaved(tier.num_states, tier.num_blocks, tier.used_bytes)
+
+    def _save(self, folder: str | PathLike[str] | None, let_in: Callable[[], None]) -> Tier:
+        """Write all that is cached; returns what the folder has then."""
+        parts, offload, name = self._parts, self._parts.offload, self._ranks.name
+        tier = offload.disk
+        if tier is not None and (
+            folder is None or real_path(Path(folder) / name) == tier.store.folder
+        ):
+            offload.save_to(tier, let_in)
+            return tier
+        store = open_folder(folder, name, parts.model, parts.cache.spec, parts.config)
+        try:
+            tier = disk_tier(store, offload.spec, parts.config.disk_cache_bytes, shrinks=False)
+            offload.save_to(tier, let_in)
+        finally:
+            store.close()
+        return tier
 
     @defer_sigint()
     @on_all_ranks

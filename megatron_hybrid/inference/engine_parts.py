@@ -22,8 +22,8 @@ from megatron_hybrid.inference.rank_checks import (
 from megatron_hybrid.inference.requests.builder import RequestBuilder, TextTokenizer
 from megatron_hybrid.inference.requests.output import OutputProcessor
 from megatron_hybrid.inference.scheduling.scheduler import Scheduler
-from megatron_hybrid.inference.weights.cache_folders import CacheFolders
 from megatron_hybrid.inference.weights.epochs import Epochs
+from megatron_hybrid.inference.weights.fingerprint import open_folder
 from megatron_hybrid.inference.worker.adapter_bank import AdapterBank
 from megatron_hybrid.inference.worker.allocation import allocate
 from megatron_hybrid.inference.worker.graph_runner import GraphRunner, prompt_sizes
@@ -52,7 +52,6 @@ class EngineParts:
     scheduler: Scheduler
     request_builder: RequestBuilder
     output: OutputProcessor
-    folders: CacheFolders
     epochs: Epochs
     tracer: RequestTracer | None
     warm_up_seconds: float
@@ -102,10 +101,9 @@ def make_parts(
     memory = context.memory
     policy = POLICIES[config.cache_policy](memory.spec)
     cache = PrefixCache(memory.spec, len(memory.pool), config.prefix_caching, policy)
-    folders = CacheFolders(ranks.name, model, memory.spec, config)
     disk = None
     if config.cache_dir is not None:
-        disk = folders.open(config.cache_dir)
+        disk = open_folder(config.cache_dir, ranks.name, model, memory.spec, config)
         undo.callback(disk.close)  # else the folder stays locked
     offload = Offload(
         cache, PageMover(memory.pool), config.host_cache_bytes, disk, config.disk_cache_bytes, ranks
@@ -147,8 +145,7 @@ def make_parts(
         scheduler,
         RequestBuilder(config, cache, tokenizer, model.config.vocab_size, adapters),
         output,
-        folders,
-        Epochs(scheduler, offload, runner, output, folders, config),
+        Epochs(scheduler, offload, runner, output, config),
         tracer,
         _warm_up(runner, scheduler, config, control),
     )

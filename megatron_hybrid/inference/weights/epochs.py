@@ -5,8 +5,8 @@ import logging
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.requests.output import OutputProcessor
 from megatron_hybrid.inference.scheduling.scheduler import Scheduler
-from megatron_hybrid.inference.weights.cache_folders import CacheFolders
 from megatron_hybrid.inference.weights.change_detector import WeightWatch
+from megatron_hybrid.inference.weights.fingerprint import fingerprint
 from megatron_hybrid.inference.worker.model_runner import ModelRunner
 from megatron_hybrid.inference.worker.mtp_drafter import cached_layers
 from megatron_hybrid.offload.offload import Offload
@@ -21,7 +21,6 @@ class Epochs:
     Args:
         scheduler, offload, runner: have what older weights computed.
         output: counts the epochs, which it notes for each token.
-        folders: of the engine.
         config: of the engine.
     """
 
@@ -31,11 +30,10 @@ class Epochs:
         offload: Offload,
         runner: ModelRunner,
         output: OutputProcessor,
-        folders: CacheFolders,
         config: InferenceConfig,
     ):
         self._scheduler, self._offload, self._runner = scheduler, offload, runner
-        self._output, self._folders, self._config = output, folders, config
+        self._output, self._config = output, config
         self._model, self._memory, self._ranks = runner.model, runner.memory, runner.ranks
         self.watch = WeightWatch(self._model)
         """Tells whether the weights of this rank may have changed in this epoch."""
@@ -90,7 +88,9 @@ class Epochs:
                 self._offload.cache.clear()
             self._memory.weights_changed(cached_layers(self._model, self._config))
             self._runner.drop_old_weights()
-            made_for = self._folders.made_for() if disk is not None else {}
+            made_for = {}
+            if disk is not None:
+                made_for = fingerprint(self._model, self._memory.spec, self._config)
         self.watch.accept()
         self._output.epoch += is_new
         if disk is not None:

@@ -1,7 +1,10 @@
-"""Fingerprint of a model: hashes of weights, configuration and layout, which bind its cache."""
+"""Fingerprint of a model: hashes of weights, configuration and layout, which bind its cache, and
+the folders that hold some of it."""
 
 import json
 from hashlib import blake2b
+from os import PathLike
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +13,7 @@ from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.weights.change_detector import forward_hooks
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.offload.disk_store import DiskStore
 
 _CHUNK = 1 << 20
 """Elements to mix at a time: 16 MiB, near a CPU's caches."""
@@ -38,6 +42,23 @@ def fingerprint(model: HybridModel, spec: CacheSpec, config: InferenceConfig) ->
         "adapters": repr(getattr(model, "lora_fields", None)),  # their scale is no tensor
         "weights": weights_hash(model),
     }
+
+
+def open_folder(
+    folder: str | PathLike[str],
+    rank: str,
+    model: HybridModel,
+    spec: CacheSpec,
+    config: InferenceConfig,
+) -> DiskStore:
+    """Open the part of a cache folder that belongs to a rank, by its name.
+
+    Raises:
+        CacheFolderError: see `DiskStore`.
+    """
+    is_cuda = next(model.parameters()).device.type == "cuda"
+    made_for = fingerprint(model, spec, config)
+    return DiskStore(Path(folder) / rank, spec.page_bytes, made_for, is_cuda)
 
 
 def _computation(model: nn.Module) -> list[list]:

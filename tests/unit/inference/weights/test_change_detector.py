@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.parametrize import register_parametrization
 
 from megatron_hybrid.inference.memory import budget
-from megatron_hybrid.inference.weights import cache_folders, change_detector
+from megatron_hybrid.inference.weights import change_detector, epochs
 from megatron_hybrid.offload.disk_store import CacheFolderError
 from megatron_hybrid.ops.linear import can_reorder
 from megatron_hybrid.training.lora import (
@@ -319,7 +319,7 @@ def test_a_folder_is_not_written_for_new_weights_under_the_name_of_the_old(tmp_p
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(cache_folders, "fingerprint", no_memory)
+        patch.setattr(epochs, "fingerprint", no_memory)
         engine.step()
     finish(engine, request)
     engine.save_cache()
