@@ -26,11 +26,16 @@ from megatron_hybrid.inference.scheduling.plan_builder import (
     Chunk,
     PlanBuilder,
     copies_of,
+    draws_of,
     tables_of,
+)
+from megatron_hybrid.inference.scheduling.saved_states import (
+    publish_states,
+    reserve_state,
+    reserve_states,
 )
 from megatron_hybrid.inference.scheduling.short_prompts import leave_rest, short_prompts
 from megatron_hybrid.inference.scheduling.single_flight import waits_for_prefill
-from megatron_hybrid.inference.scheduling.state_saver import StateSaver
 from megatron_hybrid.inference.scheduling.step_ahead import StepAhead
 from megatron_hybrid.inference.scheduling.step_plan import (
     Park,
@@ -89,7 +94,7 @@ class Scheduler:
     ):
         self.cache = cache
         self.draft_planner = DraftPlanner(cache, drafts)
-        self._states = StateSaver(cache, max_captures(cache.spec, max_requests, max_tokens))
+        self._max_captures = max_captures(cache.spec, max_requests, max_tokens)
         self.drafts_need_hidden = drafts_need_hidden
         self.fetches = fetches
         self.max_tokens = max_tokens
@@ -101,7 +106,7 @@ class Scheduler:
         self.free_slots = list(range(max_requests - 1, -1, -1))
         self._current = PlanBuilder()  # the step that is planned, or runs
         self._next = PlanBuilder()  # moves that are due before the next step, with it or without
-        self.ahead = StepAhead(cache, self._states)
+        self.ahead = StepAhead(cache)
         self._drew_again = False  # a row of the last step, and so the next one may do, too
         self._admitting: Request | None = None
         self._suspects: dict[Request, None] = {}  # of what made steps fail
@@ -135,7 +140,7 @@ class Scheduler:
                 self._plan_work(builder, request)
         num_decodes = len(builder.chunks)
         self._plan_prompts(builder)
-        self._states.reserve(builder.chunks)
+        reserve_states(self.cache, builder.chunks, self._max_captures)
         if lengths:
             self.draft_planner.plan(builder, lengths, num_decodes, self._budget(builder))
         return builder.plan(self.fetches.take_loads())
@@ -156,12 +161,24 @@ class Scheduler:
         if builder.is_short or not (builder.chunks or builder.ready):
             self.ahead.builder = None  # nobody has started in it
             return None
-        self._states.reserve(chunk for chunk in builder.chunks if chunk.source < 0)
+        known = [chunk for chunk in builder.chunks if chunk.source < 0]
+        reserve_states(self.cache, known, self._max_captures)
         return builder.plan({})
 
     def go_on(self, plan: StepPlan) -> None:
-        """Make the step that was launched ahead the current one: see `StepAhead.complete_plan`."""
-        self._current = self.ahead.complete_plan(plan)
+        """Make the step that was launched ahead the current one, and give its plan draws and saves,
+        now that its tokens are known."""
+        builder = self._current = self.ahead.builder
+        self.ahead.builder = None
+        chunks = {c.request.request_id: c for c in builder.chunks if c.source >= 0}
+        reserve_states(self.cache, chunks.values(), self._max_captures)
+        for work in plan.work:
+            chunk = chunks.get(work.request_id)
+            if chunk is not None:
+                if chunk.reservations:
+                    work.saves = chunk.saves()
+                if not chunk.request.done:
+                    chunk.draws, work.draws = True, draws_of(chunk.request)
 
     def _plan_prompts(self, builder: PlanBuilder) -> None:
         """Add parts of the running prompts, and start waiting requests, as far as there is room."""
@@ -420,14 +437,14 @@ class Scheduler:
             if lease.own_blocks is not None:  # drafts have lent some
                 self.cache.settle(lease)
             if chunk.reservations:
-                self._states.publish(request, chunk.reservations, result)
+                publish_states(self.cache, request, chunk.reservations, result)
             if chunk.draws:
                 request.status = RequestStatus.DECODE
             if request.status is RequestStatus.CLOSING:
                 self._retire(request)
         for request, reservation in builder.ending.items():
             self._commit_last(request)
-            self._states.publish(request, [reservation], result)
+            publish_states(self.cache, request, [reservation], result)
             self._retire(request)
         owners = []
         for request in [*[chunk.request for chunk in builder.chunks], *builder.ready]:
@@ -574,7 +591,7 @@ class Scheduler:
         reservation, done = None, request.num_computed
         try:
             if done:
-                reservation = self._states.reserve_one(request.lease, done)
+                reservation = reserve_state(self.cache, request.lease, done)
         finally:
             if reservation is None:
                 self._retire(request)

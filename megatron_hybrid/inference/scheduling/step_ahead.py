@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.inference.requests.request import Request, RequestStatus
-from megatron_hybrid.inference.scheduling.plan_builder import Chunk, PlanBuilder, draws_of
-from megatron_hybrid.inference.scheduling.state_saver import StateSaver
+from megatron_hybrid.inference.scheduling.plan_builder import Chunk, PlanBuilder
 from megatron_hybrid.inference.scheduling.step_plan import StepPlan, StepResult, Unpark
 
 
@@ -15,11 +14,10 @@ class StepAhead:
 
     Args:
         cache: of the requests.
-        states: reserves room for those that the step saves.
     """
 
-    def __init__(self, cache: PrefixCache, states: StateSaver):
-        self._cache, self._states = cache, states
+    def __init__(self, cache: PrefixCache):
+        self._cache = cache
         self.builder: PlanBuilder | None = None
         """The step, if it is launched."""
 
@@ -98,17 +96,3 @@ class StepAhead:
             if is_void:
                 work.draws, work.saves = {}, []
                 self.builder.drop_chunk(work.request_id)
-
-    def complete_plan(self, plan: StepPlan) -> PlanBuilder:
-        """Give the plan its draws and saves, now that its tokens are known. Returns its step."""
-        builder, self.builder = self.builder, None
-        chunks = {c.request.request_id: c for c in builder.chunks if c.source >= 0}
-        self._states.reserve(chunks.values())
-        for work in plan.work:
-            chunk = chunks.get(work.request_id)
-            if chunk is not None:
-                if chunk.reservations:
-                    work.saves = chunk.saves()
-                if not chunk.request.done:
-                    chunk.draws, work.draws = True, draws_of(chunk.request)
-        return builder
