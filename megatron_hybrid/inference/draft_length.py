@@ -13,7 +13,8 @@ step costs almost all, and whether to draft is one choice for all decodes togeth
 from bisect import bisect_left
 from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import pairwise
+
+import numpy as np
 
 FIRST_ACCEPTANCE = 0.7
 """Acceptance assumed of a request without drafts so far."""
@@ -49,15 +50,8 @@ class DraftCosts:
 
     def at(self, num_decodes: int) -> DraftCost:
         """Interpolate between two numbers on the line; beyond the last one, return its cost."""
-        points = list(zip(self.num_decodes, self.costs))
-        for (low, below), (high, above) in pairwise(points):
-            if low <= num_decodes < high:
-                part = (num_decodes - low) / (high - low)
-                return DraftCost(
-                    below.draft + (above.draft - below.draft) * part,
-                    below.step + (above.step - below.step) * part,
-                )
-        return points[0][1] if num_decodes < points[0][0] else points[-1][1]
+        parts = zip(*((cost.draft, cost.step) for cost in self.costs))
+        return DraftCost(*(float(np.interp(num_decodes, self.num_decodes, part)) for part in parts))
 
 
 def best_length(acceptance: float, cost: DraftCost, most: int) -> int:

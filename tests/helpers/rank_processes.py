@@ -47,9 +47,8 @@ def join_ranks(rank: int, num_ranks: int, rendezvous: str) -> None:
     )
 
 
-def train_on_ranks(work: Callable, num_ranks: int, folder: Path, *args: Any) -> list[Any]:
-    """Return what `work(*args)` does on each of as many new processes on gloo, under
-    `core_cpu_patch`.
+def on_ranks(work: Callable, num_ranks: int, folder: Path, *args: Any) -> list[Any]:
+    """Return what `work(*args)` does on each of as many new processes on gloo.
 
     Args:
         work: a function at the top of a module.
@@ -57,8 +56,24 @@ def train_on_ranks(work: Callable, num_ranks: int, folder: Path, *args: Any) -> 
         folder: an empty one, for the rendezvous and the results.
         args: what can be pickled.
     """
-    run_ranks(_train_rank, (num_ranks, folder, work, args), num_ranks)
+    run_ranks(_run_rank, (num_ranks, folder, work, args), num_ranks)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+
+
+def _run_rank(rank: int, num_ranks: int, folder: Path, work: Callable, args: tuple) -> None:
+    join_ranks(rank, num_ranks, f"{folder}/rendezvous")
+    torch.save(work(*args), folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def train_on_ranks(work: Callable, num_ranks: int, folder: Path, *args: Any) -> list[Any]:
+    """As `on_ranks`, under `core_cpu_patch`."""
+    return on_ranks(_train, num_ranks, folder, work, args)
+
+
+def _train(work: Callable, args: tuple) -> Any:
+    with core_cpu_patch():
+        return work(*args)
 
 
 def run_micro_batches(step: Callable, model: torch.nn.Module, batches: list, length: int) -> list:
@@ -73,11 +88,3 @@ def run_micro_batches(step: Callable, model: torch.nn.Module, batches: list, len
         micro_batch_size=1,
         forward_only=False,
     )
-
-
-def _train_rank(rank: int, num_ranks: int, folder: Path, work: Callable, args: tuple) -> None:
-    join_ranks(rank, num_ranks, f"{folder}/rendezvous")
-    with core_cpu_patch():
-        result = work(*args)
-    torch.save(result, folder / f"{rank}.pt")
-    dist.destroy_process_group()

@@ -3,13 +3,13 @@ log-probabilities and skipped tokens are those of one rank, in every layout."""
 
 import re
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from matrix import asked, matrix_rows
-from rank_processes import join_ranks, run_ranks
+from rank_processes import on_ranks
 from reference import greedy, is_greedy, random_tokens, tiny_model
 from small_models import fill_adapters
 from split_models import assert_same_answers
@@ -174,8 +174,8 @@ def page_bytes_of(model):
     return DynamicInferenceEngine(model, None, make_config()).cache.spec.page_bytes
 
 
-def run_rank(rank, size, name, folder, cases):
-    join_ranks(rank, size, f"{folder}/{name}.rendezvous")
+def run_all(name, folder, cases):
+    rank, size = dist.get_rank(), dist.get_world_size()
     config = read_config(folder, **LAYOUTS[name])
     pp = config.pipeline_model_parallel_size
     stage = rank // (size // pp)
@@ -203,8 +203,7 @@ def run_rank(rank, size, name, folder, cases):
                     *("draft_tokens", "draft_tokens_accepted"),
                 )
             }
-    torch.save(given, f"{folder}/{name}.{rank}.pt")
-    dist.destroy_process_group()
+    return given
 
 
 @pytest.fixture(scope="module")
@@ -239,11 +238,9 @@ def alone(folder, cases):
 
 @pytest.fixture(scope="module", params=matrix_rows(LAYOUTS, "PP 2"))
 def by_rank(request, folder, cases):
-    size = 1
-    for ranks in LAYOUTS[request.param].values():
-        size *= ranks
-    run_ranks(run_rank, (size, request.param, str(folder), cases), size)
-    return [torch.load(folder / f"{request.param}.{rank}.pt") for rank in range(size)]
+    size, results = prod(LAYOUTS[request.param].values()), folder / f"{request.param}.results"
+    results.mkdir()
+    return on_ranks(run_all, size, results, request.param, str(folder), cases)
 
 
 def test_ranks_with_different_memory_decide_alike(by_rank):

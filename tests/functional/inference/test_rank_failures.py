@@ -18,7 +18,7 @@ from commands import free_port
 from matrix import asked, matrix_rows
 from megatron.core import parallel_state
 from rank_faults import frozen, killed, raising, stuck
-from rank_processes import join_ranks, rank_context, run_ranks
+from rank_processes import join_ranks, on_ranks, rank_context
 from reference import greedy, is_greedy, random_tokens, tiny_model
 from waiting import LIMIT_S, wait_until
 
@@ -228,16 +228,15 @@ CASES = {
 """Skipped tokens of each answer: what the failure costs, and no more; None: as it happens."""
 
 
-def start(rank, folder, name):
-    join_ranks(rank, RANKS, f"{folder}/{name}.rendezvous")
+def start(folder):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
     model = build_hybrid_model(read_config(folder, tensor_model_parallel_size=RANKS))
     load_checkpoint(model, folder)
     return model.eval()
 
 
-def run_rank(rank, folder):
-    model, given = start(rank, folder, "cases"), {}
+def run_all(folder):
+    model, rank, given = start(folder), dist.get_rank(), {}
     for case in CASES:
         engine, answers = case(model, rank, f"{folder}/{case.__name__}")
         engine.check_integrity()
@@ -248,8 +247,7 @@ def run_rank(rank, folder):
     for case in (*DIFFERENCES, *ON_ONE):
         given[case.__name__] = told_of(case, model, rank)
         dist.barrier()  # else the next engine of one rank could meet this one of the other
-    torch.save(given, f"{folder}/cases.{rank}.pt")
-    dist.destroy_process_group()
+    return given
 
 
 @pytest.fixture(scope="module")
@@ -261,8 +259,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def by_rank(folder):
-    run_ranks(run_rank, (str(folder),), RANKS)
-    return [torch.load(folder / f"cases.{rank}.pt") for rank in range(RANKS)]
+    return on_ranks(run_all, RANKS, folder, str(folder))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -459,7 +456,8 @@ def run_to_the_end(rank, folder, name):
     os.dup2(os.open(f"{folder}/{name}.{rank}.log", os.O_CREAT | os.O_WRONLY), 2)
     failing_rank, fail, stays, idle = ENDS[name]
     watchdog.SILENCE_SECONDS, timeout = 5.0, 3.0 if fail is stuck else None
-    model = start(rank, folder, name)
+    join_ranks(rank, RANKS, f"{folder}/{name}.rendezvous")
+    model = start(folder)
     if rank == failing_rank == 1 and not idle and fail is not decides_otherwise:
         steps = iter(range(100))
         model.register_forward_pre_hook(lambda *_: fail() if next(steps) == 7 else None)

@@ -3,10 +3,9 @@ one rank."""
 
 import pytest
 import torch
-import torch.distributed as dist
 from matrix import asked, matrix_rows
 from megatron.core import parallel_state
-from rank_processes import join_ranks, run_ranks
+from rank_processes import on_ranks
 from reference import greedy, random_tokens, tiny_model
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
@@ -57,34 +56,31 @@ def answers(model, fields):
     return [(r.token_ids, r.log_probs, r.prefix.skipped_tokens) for r in results]
 
 
-def run_rank(rank, folder, names):
-    join_ranks(rank, RANKS, f"{folder}/rendezvous")
+def run_all(folder, names):
     given = {}
     for name in names:
         _, layout, fields = MODELS[name]
         sizes = {key: value for key, value in layout.items() if key.endswith("_size")}
         parallel_state.initialize_model_parallel(**sizes)
-        model = build_hybrid_model(read_config(f"{folder}/{name}", **layout))
-        load_checkpoint(model, f"{folder}/{name}")
+        model = build_hybrid_model(read_config(folder / name, **layout))
+        load_checkpoint(model, folder / name)
         given[name] = answers(model.eval(), fields)
         parallel_state.destroy_model_parallel()
-    torch.save(given, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return given
 
 
 @pytest.fixture(scope="module")
 def given(request, tmp_path_factory):
     """What one rank answers, and both ranks of the split models."""
     names = asked(request, "name", MODELS)
-    folder = str(tmp_path_factory.mktemp("uneven").resolve())
+    folder = tmp_path_factory.mktemp("uneven").resolve()
     alone = {}
     for name in names:
         fields, _, engine_fields = MODELS[name]
         model = tiny_model(**fields)
-        save_checkpoint(model, f"{folder}/{name}")
+        save_checkpoint(model, folder / name)
         alone[name] = answers(model, engine_fields)
-    run_ranks(run_rank, (folder, names), RANKS)
-    return alone, [torch.load(f"{folder}/{rank}.pt") for rank in range(RANKS)]
+    return alone, on_ranks(run_all, RANKS, folder, folder, names)
 
 
 @pytest.mark.parametrize(
