@@ -129,14 +129,19 @@ def check_answer(model, request: Request) -> None:
     # Two tokens closer than the tolerance are both right.
     assert (chosen_T >= predicted_TV.amax(dim=1) - 2 * TOLERANCE).all()
     if request.params.return_log_probs:
-        log_probs_TV = logits_TV.log_softmax(dim=-1)
-        tokens = torch.tensor(request.tokens[1 : request.num_tokens].tolist(), dtype=torch.long)
-        expected = log_probs_TV[:-1].gather(1, tokens[:, None])[:, 0]
-        assert_near(request.log_probs, expected[prompt - 1 :])
-        if not request.params.skip_prompt_log_probs:
-            done = len(request.prompt_log_probs)
-            assert done == prompt - 1 or request.finish_reason == "cancelled"
-            assert_near(request.prompt_log_probs, expected[:done])
+        check_log_probs(request, logits_TV)
+
+
+def check_log_probs(request: Request, logits_TV: torch.Tensor) -> None:
+    """They are those of a full forward pass, whichever tokens were drawn."""
+    prompt, log_probs_TV = request.num_prompt_tokens, logits_TV.log_softmax(dim=-1)
+    tokens = torch.tensor(request.tokens[1 : request.num_tokens].tolist(), dtype=torch.long)
+    expected = log_probs_TV[:-1].gather(1, tokens[:, None])[:, 0]
+    assert_near(request.log_probs, expected[prompt - 1 :])
+    if not request.params.skip_prompt_log_probs:
+        done = len(request.prompt_log_probs)
+        assert done == prompt - 1 or request.finish_reason == "cancelled"
+        assert_near(request.prompt_log_probs, expected[:done])
 
 
 def assert_near(given: list[float], expected: torch.Tensor) -> None:

@@ -47,16 +47,6 @@ def test_behaviour_1_any_length_sent_twice_skips_all_of_it(length, block_size_to
     assert second.miss_reason is None
 
 
-def test_a_prompt_that_ends_at_a_checkpoint_runs_no_prefill():
-    engine = tiny_engine(MODEL)
-    prompt = random_tokens(100)
-    ask(engine, prompt)
-    before = engine.stats()["forward_tokens"]
-    assert ask(engine, prompt, count=1).skipped_tokens == 100
-    # The generated token runs, to keep the state after it for the next turn.
-    assert engine.stats()["forward_tokens"] - before == 1
-
-
 @pytest.mark.parametrize("mode", ["off", "memory_only", "restore"])
 def test_behaviour_5_sixteen_samples_share_one_prefill(mode):
     engine = tiny_engine(MODEL, max_requests=16, prefix_caching=mode)

@@ -5,7 +5,14 @@ import itertools
 
 import pytest
 import torch
-from differential import InjectedError, LogitsRecorder, check_answer, failing_forward, poison
+from differential import (
+    InjectedError,
+    LogitsRecorder,
+    check_answer,
+    check_log_probs,
+    failing_forward,
+    poison,
+)
 from matrix import matrix_rows
 from reference import (
     finish,
@@ -147,16 +154,9 @@ def test_log_probs_are_those_of_a_full_forward_pass(mode, max_tokens):
 
 
 def check_scores(request):
-    """Its log-probs are right, whichever tokens were drawn."""
-    log_probs = full_logits(MODEL, request.tokens[: request.num_tokens].tolist()).log_softmax(-1)
-    tokens = request.tokens[: request.num_tokens].tolist()
-    expected = [log_probs[i, token].item() for i, token in enumerate(tokens[1:])]
-    start = request.num_prompt_tokens - 1
-    assert request.log_probs == pytest.approx(expected[start:], abs=1e-5)
-    if request.params.skip_prompt_log_probs:
-        assert request.result().prompt_log_probs is None
-    else:
-        assert request.result().prompt_log_probs == pytest.approx(expected[:start], abs=1e-5)
+    check_log_probs(request, full_logits(MODEL, request.tokens[: request.num_tokens].tolist()))
+    is_scored = not request.params.skip_prompt_log_probs
+    assert (request.result().prompt_log_probs is not None) == is_scored
 
 
 @pytest.mark.parametrize("max_tokens", [7, 512])
@@ -702,23 +702,6 @@ def test_requests_up_to_the_very_limits():
         assert is_greedy(MODEL, prompt, result.token_ids)
     with pytest.raises(ValueError, match="65 tokens, max_sequence_length is 64"):
         engine.generate([random_tokens(65)], greedy(0))
-
-
-def test_stats_add_up():
-    engine = tiny_engine()
-    prompt = random_tokens(50)
-    engine.generate([prompt, prompt, [*prompt[:20], 1]], greedy(4))
-    stats = engine.stats()
-    assert stats["requests"] == 3
-    assert stats["prompt_tokens"] == 121
-    computed = stats["prompt_tokens"] - stats["skipped_tokens"]
-    # 4 tokens each were generated and, the state after the last being kept, computed.
-    assert stats["forward_tokens"] == computed + 12
-    assert stats["pages_free"] + stats["pages_cached"] + stats["pages_in_use"] == stats["pages"]
-    assert stats["pages_in_use"] == 0 < stats["peak_pages_in_use"]
-    assert stats["pool_bytes"] == (stats["pages"] + 1) * stats["page_bytes"]
-    assert stats["leases"] == stats["requests_running"] == stats["requests_waiting"] == 0
-    assert stats["hit_rate"] == stats["skipped_tokens"] / 121
 
 
 def test_a_model_in_training_mode_is_not_asked():

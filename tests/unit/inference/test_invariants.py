@@ -248,6 +248,10 @@ def test_invariant_9_reports_add_up_and_a_miss_has_one_reason(pattern, mode):
             assert isinstance(report.miss_reason, MissReason)
     stats = engine.stats()
     assert stats["prompt_tokens"] - stats["skipped_tokens"] == computed
+    assert stats["hit_rate"] == stats["skipped_tokens"] / stats["prompt_tokens"]
+    assert stats["pages_free"] + stats["pages_cached"] == stats["pages"]
+    assert stats["pages_in_use"] == stats["leases"] == 0 < stats["peak_pages_in_use"]
+    assert stats["pool_bytes"] == (stats["pages"] + 1) * stats["page_bytes"]
     if mode != "restore":
         assert computed == sum(map(len, prompts))
     else:
