@@ -19,7 +19,7 @@ _SHAPES = {
     *("unique", "unique_consecutive", "_unique2"),
 }
 """Functions the shapes of whose results depend on values."""
-_INDEXING = {"__getitem__", "__setitem__", "index_put", "index_put_"}
+_INDEXING, _PUTS = {"__getitem__", "__setitem__"}, {"index_put", "index_put_"}
 
 
 class HostSyncError(AssertionError):
@@ -38,6 +38,8 @@ class _NoHostSyncs(TorchFunctionMode):
 def _waits(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
     if name in _INDEXING:
         return any(map(_index_waits, args[1] if isinstance(args[1], tuple) else (args[1],)))
+    if name in _PUTS:  # whose indices may be a list of tensors
+        return any(map(_index_waits, args[1]))
     if name == "where":
         return len(args) + len(kwargs) == 1
     if name == "repeat_interleave":
