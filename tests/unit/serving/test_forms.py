@@ -3,14 +3,13 @@
 import pytest
 from call_behaviours import WAYS
 from dialects import NAMES, message_of, turn
+from guided import accepts
 from model_answers import function
 
 from megatron_hybrid.serving.fields import ChatFields
 from megatron_hybrid.serving.parsers import ToolCall, style_of
 from megatron_hybrid.serving.request_mapping import guide_of
-from megatron_hybrid.text.guide import GuideCompiler
 
-STOP = 256
 EDIT = function(
     "edit",
     path={"type": "string"},
@@ -25,21 +24,6 @@ CALLS = [("edit", {"path": "/tmp/ä b", "days": 12}), ("time", {"zone": "UTC"}),
 USER = {"role": "user", "content": "?"}
 
 
-@pytest.fixture(scope="module")
-def allows():
-    compiler = GuideCompiler([bytes([byte]) for byte in range(256)] + [b""], 257)
-
-    def accepts(guide, text):
-        matcher = compiler.matcher(guide, [STOP])
-        try:
-            matcher.add([*text.encode()])
-        except ValueError:
-            return False
-        return matcher.is_over or bool(matcher.allowed[STOP // 32] & 1)
-
-    return accepts
-
-
 def form_of(name, thinks=None, tools=(EDIT, TIME), choice="required", **more):
     style = style_of("", name, "openai_gptoss" if name == "openai" else "qwen3")
     fields = ChatFields(messages=[USER], tools=list(tools), tool_choice=choice, **more)
@@ -49,18 +33,18 @@ def form_of(name, thinks=None, tools=(EDIT, TIME), choice="required", **more):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_forced_calls_have_the_form_of_the_template(allows, name):
+def test_forced_calls_have_the_form_of_the_template(name):
     style, fields, guide = form_of(name)
     calls = CALLS[: 1 if name == "openai" else 3]
     text = turn(name, message_of(name, calls)).strip()
     text = text.replace(', "id": "call00000"', "").replace(', "id": "call00001"', "")
     text = text.replace(', "id": "call00002"', "").replace("'", '"').replace("},\n{", "}, {")
     text = text.replace("[\n{", "[{").replace("}\n]", "}]")
-    assert allows(guide, text), text
+    assert accepts(guide, text), text
     found = style.parser(**fields.parsed_by).add(text) + style.parser(**fields.parsed_by).end()
     assert all(isinstance(part, ToolCall) for part in found)
-    assert not allows(guide, text.replace("edit", "edat")) and not allows(guide, f"Well. {text}")
-    assert not allows(guide, text.replace("12", "twelve"))
+    assert not accepts(guide, text.replace("edit", "edat")) and not accepts(guide, f"Well. {text}")
+    assert not accepts(guide, text.replace("12", "twelve"))
     one = turn(name, message_of(name, CALLS[:1])).strip().replace(', "id": "call00000"', "")
     one = one.replace("'", '"').replace("[\n{", "[{").replace("}\n]", "}]")
     for more in (
@@ -68,10 +52,10 @@ def test_forced_calls_have_the_form_of_the_template(allows, name):
         {"choice": {"type": "function", "function": {"name": "edit"}}},
     ):
         _, _, single = form_of(name, **more)
-        assert allows(single, one) and (len(calls) == 1 or not allows(single, text))
+        assert accepts(single, one) and (len(calls) == 1 or not accepts(single, text))
 
 
-def test_a_guide_begins_behind_the_thought(allows):
+def test_a_guide_begins_behind_the_thought():
     call = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
     for thinks, good, bad in (
         (True, f"any { {} } text</think>\n\n{call}", call),
@@ -80,14 +64,14 @@ def test_a_guide_begins_behind_the_thought(allows):
         (None, call, f"<think>any</think>{call}"),
     ):
         _, _, guide = form_of("hermes", thinks)
-        assert allows(guide, good) and not allows(guide, bad)
+        assert accepts(guide, good) and not accepts(guide, bad)
 
 
 @pytest.mark.parametrize("name", sorted(WAYS.keys() - {*NAMES}))
-def test_forced_calls_of_dialects_whose_template_is_not_here(allows, name):
+def test_forced_calls_of_dialects_whose_template_is_not_here(name):
     guide = form_of(name)[2]
-    assert allows(guide, WAYS[name](CALLS[:1]).strip())
-    assert not allows(guide, WAYS[name]([("other", {})]).strip())
+    assert accepts(guide, WAYS[name](CALLS[:1]).strip())
+    assert not accepts(guide, WAYS[name]([("other", {})]).strip())
 
 
 @pytest.mark.parametrize(
@@ -108,7 +92,7 @@ def test_forced_calls_of_dialects_whose_template_is_not_here(allows, name):
         ),
     ],
 )
-def test_any_guide_may_begin_behind_a_thought(allows, wish, text):
+def test_any_guide_may_begin_behind_a_thought(wish, text):
     fields = ChatFields(messages=[USER], structured_outputs=wish)
     for name, before in (
         ("hermes", "hm</think>\n\n"),
@@ -116,4 +100,4 @@ def test_any_guide_may_begin_behind_a_thought(allows, wish, text):
     ):
         style = style_of("", name, "openai_gptoss" if name == "openai" else "qwen3")
         guide, _ = guide_of(fields, style, True)
-        assert allows(guide, before + text) and not allows(guide, text)
+        assert accepts(guide, before + text) and not accepts(guide, text)

@@ -12,13 +12,13 @@ from random import Random
 
 import numpy as np
 import pytest
+from guided import EOS, accepts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hybrid.text.guide import Guide, GuideCompiler
 from megatron_hybrid.text.guide_grammar import ebnf
 
-EOS = 256
 PIECES = [*(bytes([byte]) for byte in range(256)), b"", b"ab", b'{"', b"yes", b"\xc3\xa9t", b"no "]
 VOCAB_SIZE = 300  # padded
 COMPILER = GuideCompiler(PIECES, VOCAB_SIZE)
@@ -37,14 +37,6 @@ def reached(guide: Guide, text: bytes, stops=(EOS,)):
             raise ValueError(f"{byte} is not allowed")
         matcher.add([byte])
     return matcher
-
-
-def accepts(guide: Guide, text: str) -> bool:
-    """Whether a text is a whole answer."""
-    try:
-        return EOS in allowed_tokens(reached(guide, text.encode()))
-    except ValueError:
-        return False
 
 
 ODD = ['a"b', "\\n", "\n\t", "é😀", "\x01\x7f", "ab" * 3, "'", "a|b"]

@@ -10,14 +10,12 @@ import warnings
 from random import Random
 
 import jsonschema
-import numpy as np
+from guided import COMPILER, accepts, walk
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_hybrid.text.guide import Guide, GuideCompiler
+from megatron_hybrid.text.guide import Guide
 
-EOS = 256
-COMPILER = GuideCompiler([*(bytes([byte]) for byte in range(256)), b""], 257)
 LENGTHY = settings(
     max_examples=int(os.environ.get("GUIDE_EXAMPLES", "20")),
     deadline=None,
@@ -25,37 +23,6 @@ LENGTHY = settings(
     database=None,
 )
 SEEDS = st.integers(0, 2**32)
-
-
-def allowed_of(matcher) -> list[int]:
-    bits = np.unpackbits(matcher.allowed.view(np.uint8), bitorder="little")
-    return np.flatnonzero(bits).tolist()
-
-
-def accepts(guide: Guide, text: str) -> bool:
-    """Whether a text is a whole answer."""
-    matcher = COMPILER.matcher(guide, [EOS])
-    for byte in text.encode():
-        if byte not in allowed_of(matcher):
-            return False
-        matcher.add([byte])
-    return EOS in allowed_of(matcher)
-
-
-def walk(guide: Guide, random: Random, likely: bytes, most: int = 200) -> str | None:
-    """A random answer; None: it would be too long."""
-    matcher, answer = COMPILER.matcher(guide, [EOS]), b""
-    for _ in range(most):
-        allowed = allowed_of(matcher)
-        may_end, allowed = EOS in allowed, [byte for byte in allowed if byte != EOS]
-        some = [byte for byte in allowed if byte in likely]
-        rest = [byte for byte in allowed if byte not in b" \n\t"]
-        if may_end and (not rest or random.random() < 0.3):
-            return answer.decode()
-        pool = some if some and random.random() < 0.7 else rest or allowed
-        answer += bytes([random.choice(pool)])
-        matcher.add([answer[-1]])
-    return None
 
 
 # Regular expressions -----------------------------------------------------------------------------
@@ -79,7 +46,18 @@ ATOMS = st.sampled_from(
             r"\s",
             r"\S",
         ),
-        *("[ab]", "[^a]", r"[^\s]", r"[^\W]", r"[\S]", r"[a-c0-9]", r"[\d_]", r"[^\D]", "[é-ü]"),
+        *(
+            r"\S",
+            "[ab]",
+            "[^a]",
+            r"[^\s]",
+            r"[^\W]",
+            r"[\S]",
+            r"[a-c0-9]",
+            r"[\d_]",
+            r"[^\D]",
+            "[é-ü]",
+        ),
         *("^", "$", r"\n", r"\t", r"\\", '"', r"\"", r"\/", r"\x41", r"\u00e9", r"\-", "/", "-"),
         *(r"\b", r"\B", r"\A", r"\Z", "(?=a)", "(?!a)", "(?<=a)", "(?<!a)", "(?i:a)", r"(a)\1"),
         *("(?>a)", "a*+", "[]a]", "[^]a]", "a{,2}", "a{", "}", "]", "[[a]", r"\0", r"\101", r"\v"),

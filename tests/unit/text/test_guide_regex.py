@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from test_guide import COMPILER, accepts
+from guided import COMPILER, accepts
 
 from megatron_hybrid.text.guide import Guide
 

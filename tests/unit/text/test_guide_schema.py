@@ -8,8 +8,7 @@ from random import Random
 
 import jsonschema
 import pytest
-from test_guide import accepts
-from test_guide_fuzz import walk
+from guided import accepts, walk
 
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.text.guide_schema import FORMATS
