@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import torch
 import uvicorn
+from waiting import LIMIT_S
 
 import megatron_hybrid
 from megatron_hybrid.checkpoints.pretrained import load_pretrained
@@ -46,6 +48,13 @@ class RunningServer:
             time.sleep(0.01)
         self.address = self._server.servers[0].sockets[0].getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"
+
+    def call(self, path: str, body=None, key: str | None = None, **options) -> httpx.Response:
+        """The answer to a request: GET, or POST where there is a body."""
+        if key is not None:
+            options["headers"] = {"Authorization": f"Bearer {key}"}
+        method = "GET" if body is None else "POST"
+        return httpx.request(method, self.url + path, json=body, timeout=LIMIT_S, **options)
 
     def stop(self) -> None:
         self._server.should_exit = True

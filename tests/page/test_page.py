@@ -1,8 +1,6 @@
 """The page at `/` in a real browser, beside what the engine says."""
 
-import json
 import re
-import urllib.request
 from itertools import product
 from pathlib import Path
 
@@ -26,14 +24,8 @@ def server():
         yield server
 
 
-def post(server, path: str, **body) -> dict:
-    data, head = json.dumps(body).encode(), {"Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(server.url + path, data, head)) as answer:
-        return json.load(answer)
-
-
 def complete(server, prompt: str, max_tokens: int = 4) -> dict:
-    return post(server, "/v1/completions", prompt=prompt, max_tokens=max_tokens)
+    return server.call("/v1/completions", {"prompt": prompt, "max_tokens": max_tokens}).json()
 
 
 def engine(server, name: str, *args, **kwargs):
@@ -237,7 +229,7 @@ def test_a_server_that_has_gone_is_told(browser):
 
 
 def test_the_routes_are_shown_with_the_meaning_of_each_field(server, page):
-    described = json.load(urllib.request.urlopen(f"{server.url}/openapi.json"))
+    described = server.call("/openapi.json").json()
     page.goto(f"{server.url}/docs")
     chats = page.locator("#routes section", has_text="POST /v1/chat/completions").first
     row = chats.locator("tr", has=page.get_by_text("temperature", exact=True))

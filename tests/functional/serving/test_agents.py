@@ -2,8 +2,6 @@
 sources send, reuse what stood in the turn before."""
 
 import json
-import urllib.error
-import urllib.request
 from itertools import pairwise
 
 import pytest
@@ -28,15 +26,10 @@ def clock(turn):
     return f"2026-11-29 {8 + turn // 60:02}:{turn * 7 % 60:02}:{turn * 13 % 60:02}"
 
 
-def post(url, path, body, headers=None):
+def post(server, path, body):
     """Status, JSON and headers of an answer."""
-    headers = {"Content-Type": "application/json", **(headers or {})}
-    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
-    try:
-        with urllib.request.urlopen(request) as response:
-            return response.status, json.load(response), response.headers
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error), error.headers
+    answer = server.call(path, body)
+    return answer.status_code, answer.json(), answer.headers
 
 
 def result(index, kind="text", image="image_url"):
@@ -207,10 +200,10 @@ def test_each_turn_begins_with_the_turn_before(server, client):
 
 @pytest.mark.parametrize("client", [claude_code, libre_chat], ids=lambda client: client.__name__)
 def test_each_turn_skips_what_stood_in_the_turn_before(server, client):
-    post(server.url, "/cache/reset", {})
+    post(server, "/cache/reset", {})
     before = 0
     for turn in range(0, NUM_TURNS, 4):
-        status, body, _ = post(server.url, *client(turn))
+        status, body, _ = post(server, *client(turn))
         assert status == 200, body
         prompt, skipped = counts(body["usage"])
         assert skipped >= 0.95 * before, (turn, before, skipped, prompt)
@@ -218,44 +211,44 @@ def test_each_turn_skips_what_stood_in_the_turn_before(server, client):
 
 
 def test_what_is_left_out_is_said(server):
-    _, _, headers = post(server.url, *claude_code(4))
+    _, _, headers = post(server, *claude_code(4))
     for said in ("billing line", "web_search", "mcp_toolset", "redacted_th", "image", "context_m"):
         assert said in headers[HEADER]
-    _, _, headers = post(server.url, *codex(2))
+    _, _, headers = post(server, *codex(2))
     image = "left out an image of a tool's result"
     for said in ("tool web_search", "verbosity", "search_call", "encrypted", "grammar", image):
         assert said in headers[HEADER]
-    assert post(server.url, *opencode(2))[2][HEADER] == image
+    assert post(server, *opencode(2))[2][HEADER] == image
     path, body = claude_code(0)
     choice = {"type": "tool", "name": "web_search"}
-    text = post(server.url, path, {**body, "tool_choice": choice})[1]["error"]["message"]
+    text = post(server, path, {**body, "tool_choice": choice})[1]["error"]["message"]
     assert str(choice) in text and "this server left out the tool web_search" in text
-    assert HEADER not in post(server.url, *aider(2))[2]
+    assert HEADER not in post(server, *aider(2))[2]
     _, body = open_webui(0)
     messages = {"messages": body["messages"]}
-    _, told, _ = post(server.url, "/cache/explain", messages)
+    _, told, _ = post(server, "/cache/explain", messages)
     assert "moved a line" in told["changes"][0] and told["changes"][0] in told["text"]
     for path in ("/tokenize", "/v1/chat/completions/render"):
-        assert "moved a line" in post(server.url, path, messages)[2][HEADER]
+        assert "moved a line" in post(server, path, messages)[2][HEADER]
     path, body = claude_code(0)
-    assert "left out" in post(server.url, f"{path}/count_tokens", body)[2][HEADER]
+    assert "left out" in post(server, f"{path}/count_tokens", body)[2][HEADER]
 
 
 def test_a_limit_above_what_is_left_is_refused_in_the_client_s_words(server):
     path, body = claude_code(1)
-    status, told, _ = post(server.url, path, {**body, "max_tokens": 32_000})
-    _, count, _ = post(server.url, "/v1/messages/count_tokens", body)
+    status, told, _ = post(server, path, {**body, "max_tokens": 32_000})
+    _, count, _ = post(server, "/v1/messages/count_tokens", body)
     numbers = f"{count['input_tokens']} + 32000 > 4096"
     text = f"input length and `max_tokens` exceed context limit: {numbers}, "
     assert status == 400 and told["error"]["message"].startswith(text)
     assert told["error"]["type"] == "invalid_request_error"
     long = {**body, "messages": [{"role": "user", "content": ABOUT * 80}]}
-    _, told, _ = post(server.url, path, long)
+    _, told, _ = post(server, path, long)
     assert told["error"]["message"].startswith("prompt is too long: at least ")
     assert told["error"]["message"].endswith(" tokens > 4096 maximum")
     for path, body in (codex(1), open_webui(1)):
         name = "max_output_tokens" if "input" in body else "max_tokens"
-        status, told, _ = post(server.url, path, {**body, name: 32_000})
+        status, told, _ = post(server, path, {**body, name: 32_000})
         assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
         assert "maximum context length is 4096 tokens" in told["error"]["message"]
         assert told["error"]["param"] == name
@@ -266,7 +259,7 @@ def test_a_limit_is_lowered_and_lines_stay_by_options():
     with running_server({"max_sequence_length": 64}, **options) as server:
         body = {"messages": [{"role": "system", "content": f"Now: {clock(0)}"}], "max_tokens": 9999}
         body["messages"].append({"role": "user", "content": "Hi"})
-        status, answer, headers = post(server.url, "/v1/chat/completions", body)
+        status, answer, headers = post(server, "/v1/chat/completions", body)
         assert status == 200 and answer["usage"]["total_tokens"] <= 64
         assert "lowered max_tokens from 9999" in headers[HEADER] and "moved" not in headers[HEADER]
 

@@ -4,10 +4,8 @@ import asyncio
 import threading
 from functools import wraps
 
-import httpx
 import pytest
 from http_server import demo_service
-from waiting import LIMIT_S
 
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.serving import app as routes
@@ -75,9 +73,9 @@ def requests():
 def test_what_takes_long_runs_beside_the_event_loop(server, threads, monkeypatch):
     monkeypatch.setattr(json_response, "FEW_TOKENS", 0)
     for path, body in requests():
-        answer = httpx.post(server.url + path, json=body, timeout=LIMIT_S)
+        answer = server.call(path, body)
         assert answer.status_code == 200 and '"error":{' not in answer.text, answer.text
-    assert httpx.get(server.url + "/metrics", timeout=LIMIT_S).status_code == 200
+    assert server.call("/metrics").status_code == 200
     assert not {name for name, idents in threads.items() if server.thread.ident in idents}
     assert set(threads) == {name for _, name in TAKE_LONG}
 
@@ -87,7 +85,7 @@ def test_answers_of_few_tokens_alone_are_encoded_in_the_event_loop(server, threa
     body = {"prompt": "Once", "max_tokens": 20, "ignore_eos": True}
     for more, is_beside in (({}, False), ({"logprobs": 2}, True), ({"n": 3}, True)):
         threads.clear()
-        httpx.post(server.url + "/v1/completions", json={**body, **more}, timeout=LIMIT_S)
+        server.call("/v1/completions", {**body, **more})
         assert (server.thread.ident not in threads["encode_json"]) == is_beside, more
 
 

@@ -5,9 +5,7 @@ import json
 import logging
 import re
 
-import httpx
 from http_server import running_server
-from waiting import LIMIT_S
 
 from megatron_hybrid.serving.history import SPANS
 from megatron_hybrid.serving.service import Service
@@ -16,14 +14,8 @@ SECRET = "Rumpelstiltskin"
 POLLED = ("/requests", "/cache/tree", "/cache/history")
 
 
-def complete(server, prompt: str | list[str], **options) -> dict:
-    body = {"prompt": prompt, "max_tokens": 2}
-    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=LIMIT_S, **options).json()
-
-
-def get(server, path: str, key: str = "") -> httpx.Response:
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return httpx.get(server.url + path, headers=headers, timeout=LIMIT_S)
+def complete(server, prompt: str | list[str]) -> dict:
+    return server.call("/v1/completions", {"prompt": prompt, "max_tokens": 2}).json()
 
 
 def engine(server, name: str):
@@ -31,28 +23,28 @@ def engine(server, name: str):
 
 
 def test_the_page_and_its_files_load_nothing_from_elsewhere(server):
-    for page in (get(server, "/"), get(server, "/docs")):
+    for page in (server.call("/"), server.call("/docs")):
         assert page.headers["content-security-policy"].startswith("default-src 'self'")
         files = re.findall(r'(?:src|href)="(page/[^"]+)"', page.text)
-        texts = [get(server, f"/{file}").text.replace("http://www.w3.org/", "") for file in files]
+        texts = [server.call(f"/{file}").text.replace("http://www.w3.org/", "") for file in files]
         assert len(texts) > 1 and not any("http" in text or not text for text in texts)
-    assert get(server, "/page/../app.py").status_code == 404
-    assert get(server, "/page/%2e%2e/app.py").status_code == 404
+    assert server.call("/page/../app.py").status_code == 404
+    assert server.call("/page/%2e%2e/app.py").status_code == 404
 
 
 def test_the_routes_tell_what_the_engine_tells(server):
     usage = complete(server, f"{SECRET} is my name, and")["usage"]
-    row = get(server, "/requests").json()["requests"][0]
+    row = server.call("/requests").json()["requests"][0]
     assert (row["prompt_tokens"], row["status"]) == (usage["prompt_tokens"], "length")
     assert row["edge"] == engine(server, "requests")[0].edge > 0
-    tree, told = get(server, "/cache/tree").json(), engine(server, "cache_tree")
+    tree, told = server.call("/cache/tree").json(), engine(server, "cache_tree")
     assert sorted(tree["numbers"]) == sorted(edge.number for edge in told)
     states = [list(state) for edge in told for state in edge.states]
     assert sorted(tree["states"]) == sorted(states) != []
     assert tree["since"] is None and tree["num_edges"] == len(told)
     stats = engine(server, "stats")
     for span in SPANS:
-        history = get(server, f"/cache/history?seconds={span}").json()
+        history = server.call(f"/cache/history?seconds={span}").json()
         assert len({len(column) for column in history.values()}) == 1
         assert history["time"] == sorted(history["time"])
         assert history["requests"][-1] - history["requests"][0] > 0  # whatever the samples saw
@@ -62,14 +54,14 @@ def test_the_routes_tell_what_the_engine_tells(server):
 
 def test_the_tree_is_sent_as_changes(server):
     complete(server, [f"{start * 37} goats went over the bridge" for start in range(12)])
-    version = get(server, "/cache/tree").json()["version"]
-    nothing = get(server, f"/cache/tree?since={version}").json()
+    version = server.call("/cache/tree").json()["version"]
+    nothing = server.call(f"/cache/tree?since={version}").json()
     assert (nothing["since"], nothing["numbers"], nothing["removed"]) == (version, [], [])
     complete(server, "Nothing that has been told before")
-    more = get(server, f"/cache/tree?since={version}").json()
+    more = server.call(f"/cache/tree?since={version}").json()
     assert 0 < len(more["numbers"]) < 5 and more["version"] != version
     for other in ("", "a-1-1", f"{version}0", "\u0661", "-".join("999")):
-        assert get(server, f"/cache/tree?since={other}").json()["since"] is None
+        assert server.call(f"/cache/tree?since={other}").json()["since"] is None
 
 
 def test_the_model_tells_its_defaults_of_sampling_as_its_file_has_them(server, monkeypatch):
@@ -80,7 +72,7 @@ def test_the_model_tells_its_defaults_of_sampling_as_its_file_has_them(server, m
     )
     told = service.sampling_defaults
     assert (told["temperature"], told["top_k"]) == (0.3, 7)
-    model = get(server, "/v1/models").json()["data"][0]
+    model = server.call("/v1/models").json()["data"][0]
     assert model["sampling_defaults"]["temperature"] == 1.0
     assert model["has_chat_template"] is True and model["root"] == model["id"]
 
@@ -89,7 +81,7 @@ def test_texts_of_prompts_are_shown_only_if_allowed(server):
     with running_server(shows_prompts=True) as showing:
         for each, shows in ((server, False), (showing, True)):
             complete(each, f"My name is {SECRET}")
-            assert [SECRET in get(each, path).text for path in POLLED[:2]] == [shows, shows]
+            assert [SECRET in each.call(path).text for path in POLLED[:2]] == [shows, shows]
 
 
 def test_the_routes_are_the_operator_s_and_the_page_is_open(caplog):
@@ -97,9 +89,9 @@ def test_the_routes_are_the_operator_s_and_the_page_is_open(caplog):
     keys = {"api_keys": ("a", "b"), "admin_keys": ("root",)}
     with running_server(**keys) as server, caplog.at_level(logging.INFO):
         for path in POLLED:
-            statuses = [get(server, path, key).status_code for key in ("", "a", "root")]
+            statuses = [server.call(path, key=key or None).status_code for key in ("", "a", "root")]
             assert statuses == [401, 403, 200]
         lines = [r.getMessage() for r in caplog.records if r.name.endswith(".access")]
         logged = [json.loads(line)["status"] for line in lines]
         assert logged == [401, 403] * len(POLLED)
-        assert get(server, "/").status_code == get(server, "/page/main.js").status_code == 200
+        assert server.call("/").status_code == server.call("/page/main.js").status_code == 200

@@ -1,11 +1,9 @@
 """Adapters over HTTP: listed, chosen as a model, loaded and dropped at run time."""
 
-import httpx
 import pytest
 import torch
 from http_server import running_server
 from small_models import fill_adapters
-from waiting import LIMIT_S
 
 from megatron_hybrid.checkpoints.pretrained import load_pretrained
 from megatron_hybrid.training.lora import LoraFields, add_adapters, save_adapters
@@ -26,13 +24,8 @@ def folder(tmp_path_factory):
 def test_adapters_are_models_that_come_and_go(folder):
     with running_server({"max_adapters": 1}) as server:
 
-        def call(path, body=None):
-            if body is None:
-                return httpx.get(server.url + path, timeout=LIMIT_S)
-            return httpx.post(server.url + path, json=body, timeout=LIMIT_S)
-
         def completion(model):
-            return call("/v1/completions", {**BODY, "model": model})
+            return server.call("/v1/completions", {**BODY, "model": model})
 
         plain = completion("demo").json()["choices"][0]["text"]
         assert completion("story").status_code == 404
@@ -41,20 +34,20 @@ def test_adapters_are_models_that_come_and_go(folder):
             ({"lora_path": "/nowhere"}, "has no adapters to read"),
             ({"lora_name": "demo"}, "use a name of its own"),
         ):
-            answer = call("/v1/load_lora_adapter", asked | change)
+            answer = server.call("/v1/load_lora_adapter", asked | change)
             assert answer.status_code == 400 and words in answer.json()["error"]["message"]
-        assert call("/v1/load_lora_adapter", asked).json() == {"lora_name": "story"}
-        assert call("/v1/load_lora_adapter", asked).status_code == 400  # it is there
-        listed = {each["id"]: each for each in call("/v1/models").json()["data"]}
+        assert server.call("/v1/load_lora_adapter", asked).json() == {"lora_name": "story"}
+        assert server.call("/v1/load_lora_adapter", asked).status_code == 400  # it is there
+        listed = {each["id"]: each for each in server.call("/v1/models").json()["data"]}
         assert [*listed] == ["demo", "story"]
         assert listed["story"]["parent"] == "demo" and listed["story"]["root"] == "demo"
-        assert call("/v1/models/story").json() == listed["story"]
+        assert server.call("/v1/models/story").json() == listed["story"]
         answer = completion("story").json()
         assert answer["model"] == "story" and answer["choices"][0]["text"] != plain
         assert completion("demo").json()["choices"][0]["text"] == plain
         explained = {"prompt": BODY["prompt"], "model": "story"}
-        assert call("/cache/explain", explained).json()["known_tokens"] > 0
-        assert call("/v1/unload_lora_adapter", {"lora_name": "story"}).status_code == 200
+        assert server.call("/cache/explain", explained).json()["known_tokens"] > 0
+        assert server.call("/v1/unload_lora_adapter", {"lora_name": "story"}).status_code == 200
         for name in ("story", "demo"):
-            assert call("/v1/unload_lora_adapter", {"lora_name": name}).status_code == 404
+            assert server.call("/v1/unload_lora_adapter", {"lora_name": name}).status_code == 404
         assert completion("story").status_code == 404

@@ -51,14 +51,6 @@ def server():
         yield server
 
 
-def call(server, path, body=None, key=None, **options):
-    if key is not None:
-        options["headers"] = {"Authorization": f"Bearer {key}"}
-    if body is None:
-        return httpx.get(server.url + path, timeout=LIMIT_S, **options)
-    return httpx.post(server.url + path, json=body, timeout=LIMIT_S, **options)
-
-
 def running(server):
     stats = asyncio.run(server.service.engine.stats())
     return stats["requests_running"] + stats["requests_waiting"]
@@ -66,21 +58,21 @@ def running(server):
 
 def test_tokens_and_back(server):
     prompt = {"prompt": "A naïve fox 🦊"}
-    found = call(server, "/tokenize", {**prompt, "return_token_strs": True}).json()
+    found = server.call("/tokenize", {**prompt, "return_token_strs": True}).json()
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
-    assert call(server, "/detokenize", {"tokens": found["tokens"]}).json() == prompt
-    rendered = call(server, "/v1/completions/render", prompt).json()
+    assert server.call("/detokenize", {"tokens": found["tokens"]}).json() == prompt
+    rendered = server.call("/v1/completions/render", prompt).json()
     assert rendered == [{"token_ids": found["tokens"]}]
     messages = [{"role": "user", "content": "hello"}]
-    chat = call(server, "/v1/chat/completions/render", {"messages": messages}).json()
-    assert chat["token_ids"] == call(server, "/tokenize", {"messages": messages}).json()["tokens"]
+    chat = server.call("/v1/chat/completions/render", {"messages": messages}).json()
+    assert chat["token_ids"] == server.call("/tokenize", {"messages": messages}).json()["tokens"]
 
 
 def test_request_ids_go_both_ways(server):
-    assert call(server, "/health").headers["x-request-id"]
-    given = call(server, "/v1/models", headers={"X-Request-Id": "mine-7"})
+    assert server.call("/health").headers["x-request-id"]
+    given = server.call("/v1/models", headers={"X-Request-Id": "mine-7"})
     assert given.headers["x-request-id"] == "mine-7"
-    evil = call(server, "/v1/models", headers={"X-Request-Id": "a b" * 99})
+    evil = server.call("/v1/models", headers={"X-Request-Id": "a b" * 99})
     assert evil.headers["x-request-id"] != "a b" * 99
 
 
@@ -90,11 +82,11 @@ def test_a_foreign_page_cannot_reset_the_cache(server):
         ({"Host": "evil.example", "Origin": "http://evil.example"}, "--allowed-host"),
         ({"Origin": "http://evil.example"}, "--cors-origin http://evil.example"),
     ):
-        answer = httpx.post(server.url + "/cache/reset", headers=headers, timeout=LIMIT_S)
+        answer = server.call("/cache/reset", {}, headers=headers)
         assert answer.status_code == 403 and remedy in answer.json()["error"]["message"]
         assert "access-control-allow-origin" not in answer.headers
     for headers in ({}, {"Origin": server.url, "Host": own}, {"Origin": "https://chat.example"}):
-        answer = httpx.post(server.url + "/cache/reset", headers=headers, timeout=LIMIT_S)
+        answer = server.call("/cache/reset", {}, headers=headers)
         assert answer.json() == {"reset": True}
     asked = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
     answer = httpx.options(server.url + "/v1/chat/completions", headers=asked)
@@ -104,9 +96,9 @@ def test_a_foreign_page_cannot_reset_the_cache(server):
 
 def test_a_proxy_s_path_and_the_load(server):
     for path in ("/load", "/llm/load"):
-        assert call(server, path).json() == {"server_load": 0}
-    assert call(server, "/openapi.json").json()["servers"] == [{"url": "/llm"}]
-    assert call(server, "/v1/nothing").json()["error"]["type"] == "not_found_error"
+        assert server.call(path).json() == {"server_load": 0}
+    assert server.call("/openapi.json").json()["servers"] == [{"url": "/llm"}]
+    assert server.call("/v1/nothing").json()["error"]["type"] == "not_found_error"
 
 
 LARGE = json.dumps({"prompt": "x" * 200_000}).encode()
@@ -142,7 +134,7 @@ def test_bodies_of_one_key_that_come_at_a_time_are_bounded(keyed, monkeypatch):
         answer = refused.recv(1000)
         assert answer.startswith(b"HTTP/1.1 429") and b"retry-after: 1" in answer
         for _ in range(20):  # of those that are read none counts any more
-            answer = call(keyed, "/tokenize", {"prompt": "a" * 900}, "bob")
+            answer = keyed.call("/tokenize", {"prompt": "a" * 900}, "bob")
             assert answer.status_code == 200
 
 
@@ -180,13 +172,13 @@ def test_a_client_that_goes_away_ends_its_request_also_while_it_waits(single, st
 def test_a_request_can_be_aborted_by_its_id(server, stream):
     found = []
     body = {**LONG, "stream": stream, "request_id": f"long-{stream}"}
-    thread = threading.Thread(target=lambda: found.append(call(server, "/v1/completions", body)))
+    thread = threading.Thread(target=lambda: found.append(server.call("/v1/completions", body)))
     thread.start()
     wait_until(lambda: running(server) == 1)
-    assert call(server, "/abort", {"request_id": f"long-{stream}"}).json() == {"aborted": True}
+    assert server.call("/abort", {"request_id": f"long-{stream}"}).json() == {"aborted": True}
     thread.join(LIMIT_S)
     assert "aborted" in found[0].text
-    assert call(server, "/abort", {"request_id": "nobody"}).json() == {"aborted": False}
+    assert server.call("/abort", {"request_id": "nobody"}).json() == {"aborted": False}
     wait_until(lambda: running(server) == 0)
 
 
@@ -194,7 +186,7 @@ def test_more_requests_than_may_wait_are_refused_before_they_are_tokenized(serve
     tokenized = mock.Mock()
     monkeypatch.setattr(server.service.tokenizer, "tokenize", tokenized)
     with server.service.admission.admitted("others", "", num_samples=8):
-        answer = call(server, "/v1/completions", LONG)
+        answer = server.call("/v1/completions", LONG)
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
     assert "at capacity (8 run or wait)" in answer.json()["error"]["message"]
     assert not tokenized.called
@@ -203,8 +195,8 @@ def test_more_requests_than_may_wait_are_refused_before_they_are_tokenized(serve
 def test_every_metric_of_the_dashboard_is_scraped(server):
     for stream in (False, True):
         body = {"prompt": "Once upon", "max_tokens": 3, "ignore_eos": True, "stream": stream}
-        assert call(server, "/v1/completions", body).status_code == 200
-    families = list(text_string_to_metric_families(call(server, "/metrics").text))
+        assert server.call("/v1/completions", body).status_code == 200
+    families = list(text_string_to_metric_families(server.call("/metrics").text))
     values = {sample.name: sample.value for family in families for sample in family.samples}
     labels = [sample.labels for family in families for sample in family.samples]
     assert {"route": "/v1/completions", "status": "200"} in labels
@@ -226,30 +218,30 @@ def test_keys_open_the_api_and_have_prefixes_of_their_own(keyed):
     body = {"prompt": "A secret prompt of one tenant alone, " * 4, "max_tokens": 1}
 
     def cached(key, **fields):
-        answer = call(keyed, "/v1/completions", {**body, **fields}, key)
+        answer = keyed.call("/v1/completions", {**body, **fields}, key)
         return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    assert call(keyed, "/health").status_code == 200
+    assert keyed.call("/health").status_code == 200
     for headers in ({}, {"Authorization": "Bearer eve"}, {"Authorization": "alice"}):
-        answer = call(keyed, "/v1/completions", body, headers=headers)
+        answer = keyed.call("/v1/completions", body, headers=headers)
         assert answer.status_code == 401
         assert answer.json()["error"]["type"] == "authentication_error"
     assert cached("alice") == 0 and cached("alice") > 0
     assert cached("bob") == 0
     assert cached("alice", cache_salt="other") == 0
     # bob's guess has counted as one that another salt knows: only the operator may know it
-    assert call(keyed, "/cache/history", key="root").json()["lost_tokens_salt"][-1] > 0
-    assert 'reason="no_shared_prefix"' in call(keyed, "/metrics").text
-    assert 'reason="salt"' not in call(keyed, "/metrics").text
+    assert keyed.call("/cache/history", key="root").json()["lost_tokens_salt"][-1] > 0
+    assert 'reason="no_shared_prefix"' in keyed.call("/metrics").text
+    assert 'reason="salt"' not in keyed.call("/metrics").text
     for key, status in (("alice", 403), ("root", 200)):
-        assert call(keyed, "/cache/reset", {}, key).status_code == status
+        assert keyed.call("/cache/reset", {}, key).status_code == status
 
 
 def test_a_prompt_is_explained_as_a_request_with_the_key_would_find_it(keyed):
     prompt = {"prompt": "A prompt that each key has asked or has not"}
 
     def ask(path, key, **fields):
-        return call(keyed, path, {**prompt, **fields}, key)
+        return keyed.call(path, {**prompt, **fields}, key)
 
     def skipped(**fields):
         return ask("/cache/explain", "root", **fields).json()["skipped_tokens"]
@@ -273,7 +265,7 @@ def test_a_key_has_only_so_many_requests_at_a_time(keyed, monkeypatch):
     body, statuses = {"prompt": "Once", "max_tokens": 1}, []
     with keyed.service.admission.admitted("other", "alice"):
         for key in ("alice", "bob"):
-            answer = call(keyed, "/v1/completions", body, key)
+            answer = keyed.call("/v1/completions", body, key)
             statuses.append((answer.status_code, answer.headers.get("retry-after")))
     assert statuses == [(429, "1"), (200, None)]
 
@@ -281,11 +273,11 @@ def test_a_key_has_only_so_many_requests_at_a_time(keyed, monkeypatch):
 def test_each_sample_of_each_prompt_counts(server):
     """The server takes eight at a time."""
     ask = {"prompt": [[5, 6]] * 3, "n": 3, "max_tokens": 1}
-    error = call(server, "/v1/completions", ask).json()["error"]
+    error = server.call("/v1/completions", ask).json()["error"]
     assert error["param"] == "prompt" and "have 8 at a time" in error["message"]
-    assert len(call(server, "/v1/completions", {**ask, "n": 2}).json()["choices"]) == 6
+    assert len(server.call("/v1/completions", {**ask, "n": 2}).json()["choices"]) == 6
     with server.service.admission.admitted("other", "", num_samples=3):
-        answer = call(server, "/v1/completions", {**ask, "n": 2})
+        answer = server.call("/v1/completions", {**ask, "n": 2})
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
 
 
@@ -306,7 +298,7 @@ def test_each_sample_of_each_prompt_counts(server):
 def test_fields_that_cost_more_than_their_bytes_have_limits(server, monkeypatch, param, value):
     set_config(monkeypatch, server, max_body_bytes=1 << 20)
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, param: value}
-    answer = call(server, "/v1/chat/completions", body)
+    answer = server.call("/v1/chat/completions", body)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == param and re.search("at most|and may have", error["message"])
@@ -370,19 +362,19 @@ async def test_a_plain_chat_ends_while_guides_of_clients_that_have_left_wait(ser
             guide = {"structured_outputs": {"regex": f"{number}+"}}
             with pytest.raises(httpx.TimeoutException):
                 await client.post("/v1/chat/completions", json=chat | guide, timeout=0.1)
-    assert call(server, "/v1/chat/completions", chat).status_code == 200
+    assert server.call("/v1/chat/completions", chat).status_code == 200
     wait_until(lambda: server.service.admission.load == 0)
     gate.set()
     last = {"structured_outputs": {"regex": "last"}}
-    assert call(server, "/v1/chat/completions", chat | last).status_code == 200
+    assert server.call("/v1/chat/completions", chat | last).status_code == 200
     assert set(compiled) == {"0+", "last"}  # those between have left, so none compiles them
 
 
 def test_a_request_that_takes_too_long_ends(server, monkeypatch):
     set_config(monkeypatch, server, request_seconds=0.3)
-    answer = call(server, "/v1/completions", LONG)
+    answer = server.call("/v1/completions", LONG)
     assert answer.status_code == 504 and "0.3 s" in answer.json()["error"]["message"]
-    lines = call(server, "/v1/completions", {**LONG, "stream": True}).text.split("\n\n")
+    lines = server.call("/v1/completions", {**LONG, "stream": True}).text.split("\n\n")
     assert "0.3 s" in lines[-3] and lines[-2] == "data: [DONE]"
     wait_until(lambda: running(server) == 0)
 
@@ -394,12 +386,12 @@ def test_a_request_that_waits_too_long_in_the_queue_is_told_to_come_again(stream
         found = []
         first = {**LONG, "prompt": [LONG["prompt"], "And then"], "max_tokens": 30, "n": n}
         thread = threading.Thread(
-            target=lambda: found.append(call(server, "/v1/completions", first))
+            target=lambda: found.append(server.call("/v1/completions", first))
         )
         thread.start()
         wait_until(lambda: running(server) == 2)
         late = {**LONG, "stream": stream, "n": n}
-        answer = call(server, "/v1/completions", late)
+        answer = server.call("/v1/completions", late)
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
         assert "has not begun" in answer.json()["error"]["message"]
         thread.join(LIMIT_S)
@@ -413,11 +405,11 @@ def test_a_request_that_waits_too_long_in_the_queue_is_told_to_come_again(stream
 def test_a_stream_of_several_prompts_begins_with_the_first(single, monkeypatch):
     set_config(monkeypatch, single, queue_seconds=0.0)
     body = {"prompt": ["Once", "And then"] * 3, "max_tokens": 3, "ignore_eos": True}
-    text = call(single, "/v1/completions", {**body, "stream": True}).text
+    text = single.call("/v1/completions", {**body, "stream": True}).text
     assert text.count('"finish_reason":"length"') == 6 and "error" not in text
     # What cannot be served is refused before the answer begins.
     late = {**body, "prompt": [[5, 6], [7], [8], [5] * 2000], "stream": True}
-    refused = call(single, "/v1/completions", late)
+    refused = single.call("/v1/completions", late)
     assert refused.status_code == 400
     assert refused.json()["error"]["code"] == "context_length_exceeded"
 
@@ -438,9 +430,9 @@ async def test_the_time_of_a_request_is_that_of_all_its_prompts():
 
 def test_a_server_that_drains_says_so_and_takes_nothing_new(server, monkeypatch):
     monkeypatch.setattr(server.service.admission, "is_draining", True)
-    assert call(server, "/health").status_code == call(server, "/ready").status_code == 503
-    assert call(server, "/live").status_code == 200
-    answer = call(server, "/v1/completions", LONG)
+    assert server.call("/health").status_code == server.call("/ready").status_code == 503
+    assert server.call("/live").status_code == 200
+    answer = server.call("/v1/completions", LONG)
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
 
 
@@ -453,18 +445,18 @@ def test_health_tells_that_no_request_goes_on_and_when_one_does_again(server, mo
 
     def is_stalled():
         clock.ahead += STALL_SECONDS  # however late the server notices the last step
-        told.append(call(server, "/health"))
+        told.append(server.call("/health"))
         return told[-1].status_code == 503
 
     with ThreadPoolExecutor(1) as thread:
-        answer = thread.submit(call, server, "/v1/completions", {**LONG, "max_tokens": 2})
+        answer = thread.submit(server.call, "/v1/completions", {**LONG, "max_tokens": 2})
         try:
             wait_until(is_stalled)
         finally:
             blocked.set()
         assert answer.result().status_code == 200
     assert re.fullmatch(r"no request has gone on for \d+ s, and 1 wait", told[-1].text)
-    assert call(server, "/health").status_code == 200
+    assert server.call("/health").status_code == 200
 
 
 def test_sigterm_answers_who_is_there_saves_the_cache_and_exits(tmp_path):
