@@ -58,6 +58,9 @@ _BYTE_OF = {
 }
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
+END_OF_TEXT = "<|endoftext|>"
+"""Of tokenizers that are trained here."""
+
 
 @names_arguments()
 class Tokenizer:
@@ -508,3 +511,23 @@ def _decoded(text: str, steps: Sequence[Mapping[str, Any]]) -> bytes:
         if kind == "Metaspace":
             text = text.replace(step["replacement"], " ")
     return text.encode()
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE: any text has tokens, and `END_OF_TEXT` is token 0, which ends a document.
+
+    Args:
+        vocab_size: most tokens, the 256 bytes and `END_OF_TEXT` among them; of little text fewer
+            are made.
+
+    Raises:
+        ValueError: vocab_size is less than 257.
+    """
+    if vocab_size < 257:
+        raise ValueError(
+            f"vocab_size is {vocab_size}; it must be 257 or more: the bytes, and {END_OF_TEXT}."
+        )
+    made = tokenizers.ByteLevelBPETokenizer()
+    options = {"min_frequency": 0, "show_progress": False, "special_tokens": [END_OF_TEXT]}
+    made.train_from_iterator(texts, vocab_size, **options)
+    return Tokenizer(tokenizers.Tokenizer.from_str(made.to_str()), eod=0)

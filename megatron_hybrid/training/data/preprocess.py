@@ -18,9 +18,8 @@ from megatron_hybrid.checkpoints.pretrained import model_folder
 from megatron_hybrid.text.answer_spans import TrainOn, trained_roles
 from megatron_hybrid.text.document_encoder import SPAN, EncodedChunk, encode_all, token_dtype
 from megatron_hybrid.text.document_files import STDIN, check_files, read_chunks, read_texts
-from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.text.tokenizer import Tokenizer, train_tokenizer
 from megatron_hybrid.text.tokenizer_files import find_tokenizer
-from megatron_hybrid.text.train_tokenizer import train_tokenizer
 from megatron_hybrid.training.data.index_files import SPANS, Description
 from megatron_hybrid.utils.files import no_new_folders
 from megatron_hybrid.utils.progress import progress

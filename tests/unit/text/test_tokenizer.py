@@ -12,9 +12,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from megatron_hybrid.text import tokenizer_files
 from megatron_hybrid.text.chat_template import ChatTemplate, TextTooLongError
-from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.text.tokenizer import Tokenizer, train_tokenizer
 from megatron_hybrid.text.tokenizer_files import find_tokenizer
-from megatron_hybrid.text.train_tokenizer import train_tokenizer
 
 transformers = pytest.importorskip("transformers")
 LONG = "Zażółć 漢字 🙂 hello, world! " * 1000

@@ -26,8 +26,7 @@ from megatron_hybrid.serving.request_mapping import chat_prompt
 from megatron_hybrid.text import document_files
 from megatron_hybrid.text.document_encoder import SPAN, encode_all, token_dtype
 from megatron_hybrid.text.document_files import read_chunks
-from megatron_hybrid.text.tokenizer import Tokenizer
-from megatron_hybrid.text.train_tokenizer import train_tokenizer
+from megatron_hybrid.text.tokenizer import Tokenizer, train_tokenizer
 from megatron_hybrid.training.data.config import DataFields
 from megatron_hybrid.training.data.datasets import build_datasets
 from megatron_hybrid.training.data.preprocess import preprocess, train_and_save_tokenizer
