@@ -55,6 +55,10 @@ class FlatTool(Function):
     type: Literal["function"]
     """The kind of the tool."""
 
+    def function(self, name: str) -> Json:
+        """Return what the model sees, by this name."""
+        return self.model_dump(exclude={"type"}, exclude_unset=True) | {"name": name}
+
 
 class CustomTool(Fields):
     """A tool whose input is a text. The model sees a function with the parameter `input`."""
@@ -67,6 +71,12 @@ class CustomTool(Fields):
     """A description of the tool, for the model."""
     format: Object | None = None
     """The form of the input. A grammar's definition is shown to the model, and not enforced."""
+
+    def function(self, name: str) -> Json:
+        """See `FlatTool`."""
+        about = [self.description, (self.format or {}).get("definition")]
+        text = "\n\n".join(each for each in about if isinstance(each, str))
+        return {"name": name, "description": text, "parameters": _CUSTOM_PARAMETERS}
 
 
 class HostedTool(Fields):
@@ -205,7 +215,8 @@ class ResponseFields(OtherFields, SharedChatFields):
         form = dict(text.format or {"type": "text"})
         if form.get("type") == "json_schema":  # flat here
             form["json_schema"] = {"schema": form.get("schema", True)}
-        tools = [{"type": "function", "function": each} for each in self._functions()]
+        seen = ((name, tool) for name, (_, tool) in self.origins.items())
+        tools = [{"type": "function", "function": tool.function(name)} for name, tool in seen]
         if form.get("type") not in FORMATS:
             raise ApiError(400, f"text.format is {form}; its types are {FORMATS}", "text")
         self._note_left_out(text)
@@ -241,18 +252,6 @@ class ResponseFields(OtherFields, SharedChatFields):
             for namespace, tool in self._each_tool()
             if not isinstance(tool, HostedTool)
         }
-
-    def _functions(self) -> Iterator[Json]:
-        for namespace, tool in self._each_tool():
-            if isinstance(tool, HostedTool):
-                continue
-            function: Json = {"name": full_name(tool.name, namespace)}
-            if isinstance(tool, FlatTool):
-                yield tool.model_dump(exclude={"type"}, exclude_unset=True) | function
-                continue
-            about = [tool.description, (tool.format or {}).get("definition")]
-            function["description"] = "\n\n".join(each for each in about if isinstance(each, str))
-            yield {**function, "parameters": _CUSTOM_PARAMETERS}
 
     def _note_left_out(self, text: TextOptions) -> None:
         """Take note of what this server does not do."""

@@ -82,10 +82,3 @@ def test_a_stream_has_the_same_parts(tokenizer):
     arguments = "".join(each.function.arguments for each in (call, *others))
     assert json.loads(arguments) == {"city": "Łódź", "days": 3}
     assert [c.finish_reason for c in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
-
-
-def test_a_probability_of_zero_is_json(tokenizer):
-    result = result_of("ab", "stop")
-    result.log_probs, result.top_n_logprobs = [-float("inf"), -1.0], [{1: -0.5}, {2: -1.0}]
-    (choice,) = answer_of(tokenizer, logprobs=True).whole([result])["choices"]
-    assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == [-9999.0, -1.0]

@@ -1,4 +1,4 @@
-"""Bodies are read as Python's own JSON reads them, less what cannot be written as JSON again."""
+"""Bodies are measured, and read as Python's own JSON reads them, less what cannot be written again."""
 
 import json
 import math
@@ -7,7 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_hybrid.serving.json_body import read_json
+from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.json_body import RequestBudget, read_json, values_of
+from megatron_hybrid.serving.json_response import encode_json
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -75,3 +77,44 @@ def test_a_byte_order_mark_is_read_over_and_utf16_is_refused():
 
 def test_large_numbers_that_float64_holds_are_read():
     assert read_json(b'[1e308, "1e999 NaN", 1e-999]') == [1e308, "1e999 NaN", 0.0]
+
+
+def test_numbers_that_json_lacks_are_null_in_answers():
+    values = [math.nan, math.inf, -math.inf, 1e-300, "🦊"]
+    assert encode_json(values).decode() == '[null,null,null,1e-300,"🦊"]'
+
+
+MARKED = st.recursive(
+    st.none() | st.integers() | st.text(alphabet='a"\\,:[{}]\n'),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(alphabet='a"\\,:['), inner),
+    max_leaves=12,
+)
+
+
+def counts(value) -> tuple[int, int]:
+    """Objects, lists and members, and commas, of a value."""
+    if not isinstance(value, dict | list):
+        return 0, 0
+    inner = [counts(each) for each in (value.values() if isinstance(value, dict) else value)]
+    members = 1 + (len(value) if isinstance(value, dict) else 0) + sum(each[0] for each in inner)
+    return members, max(0, len(value) - 1) + sum(each[1] for each in inner)
+
+
+@settings(max_examples=60)
+@given(MARKED)
+def test_the_values_of_a_body_are_those_that_python_reads(value):
+    body = json.dumps(value)
+    assert values_of(body.encode()) == counts(json.loads(body))
+
+
+def test_a_body_of_more_values_than_can_be_answered_is_refused():
+    budget = RequestBudget(context=100, max_prompts=3, vocab_size=300)
+    most = 16 * 100 + (64 << 10)
+    messages = [{"role": "user", "content": "a: {[,"}] * (most // 3 - 1)
+    budget.check(json.dumps({"messages": messages}).encode())
+    with pytest.raises(ApiError, match=f"the body has {most + 2} objects, lists and members"):
+        budget.check(json.dumps({"messages": [*messages, messages[0], []]}).encode())
+    ids = list(range(3 * 100 + 300 + (64 << 10) + 1))
+    budget.check(json.dumps(ids).encode())
+    with pytest.raises(ApiError, match=f"{len(ids)} elements, and .* allows {len(ids) - 1}"):
+        budget.check(json.dumps([*ids, 1]).encode())
