@@ -272,7 +272,10 @@ class GuideCompiler:
         return self._kept(guide)
 
     def _compiled(self, guide: Guide) -> Any:
-        matcher = self._tokens.matcher(_check(guide), guide)
+        grammar, tokenizer = _check(guide), self._tokens.tokenizer
+        matcher = library().LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+        if matcher.is_error():  # it takes too much memory or time
+            raise _refusal(guide, _told(matcher.get_error()))
         if not (self._tokens.bits(matcher).any() or matcher.is_accepting()):
             error = matcher.get_error()  # it may have come to nothing by itself
             is_limit = error and "NoExtension" not in error
@@ -293,7 +296,6 @@ class _Vocabulary:
     special_token_ids = ()
 
     def __init__(self, texts: Sequence[bytes], size: int):
-        self._library = library()
         self.texts = [*texts[:size], *[b""] * (size - len(texts))]
         padded = np.zeros(-(-size // 32) * 32, bool)
         padded[:size] = list(map(bool, self.texts))
@@ -304,25 +306,14 @@ class _Vocabulary:
         self._first_byte = size
         self.tokens = [*self.texts, *(bytes([byte]) for byte in range(256)), b"\xff[end]"]
         self.eos_token_id = len(self.tokens) - 1
-        wrapper = self._library.TokenizerWrapper(self)
-        self._tokenizer = self._library.LLTokenizer(wrapper, n_vocab=len(self.tokens))
+        wrapper = library().TokenizerWrapper(self)
+        self.tokenizer = library().LLTokenizer(wrapper, n_vocab=len(self.tokens))
 
     def __call__(self, text: str | bytes) -> list[int]:
         """Return tokens of a text, as llguidance asks for: bytes."""
         return [
             self._first_byte + byte for byte in (text.encode() if isinstance(text, str) else text)
         ]
-
-    def matcher(self, grammar: str, guide: Guide) -> Any:
-        """Return llguidance's matcher.
-
-        Raises:
-            ValueError: it takes too much memory or time.
-        """
-        matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits())
-        if matcher.is_error():
-            raise _refusal(guide, _told(matcher.get_error()))
-        return matcher
 
     def bits(self, matcher: Any) -> np.ndarray:
         """Return the tokens that may come next, as `GuideMatcher.allowed`."""

@@ -1,4 +1,4 @@
-"""Bodies are measured, and read as Python's own JSON reads them, less what cannot be written again."""
+"""Bodies are measured, and are what Python's own JSON reads, less what cannot be written again."""
 
 import json
 import math
