@@ -179,12 +179,7 @@ class Answer:
         """Return the parser of one answer to a chat."""
         return self.style.parser(is_thinking=self.is_thinking, **self.fields.parsed_by)
 
-    def chunk(self, index: int, said: Json, logprobs: Json | None, reason: str | None) -> Json:
-        """The body of an event. said: a `delta`, or `text`."""
-        choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
-        return {**self.head(of_chunk=True), "choices": [choice], **self._counts()}
-
-    def _counts(self) -> Json:
+    def counts(self) -> Json:
         """The usage so far, or null, if the stream shall have the usage."""
         options = self.fields.stream_options
         if options is None or not options.counts:
@@ -200,7 +195,7 @@ class Answer:
 
     def last(self, prefixes: Sequence[PrefixReport], num_generated: int) -> list[Json]:
         """The chunks at the end: the usage, if asked for."""
-        if not self._counts():
+        if not self.counts():
             return []
         counts = self._usage(prefixes, num_generated)
         return [{**self.head(of_chunk=True), "choices": [], "usage": counts}]
@@ -432,7 +427,9 @@ class GrowingChoice:
         return b"".join(map(self._answer.encode, chunks))
 
     def _chunk(self, said: Json, logprobs: Json | None = None, reason: str | None = None) -> Json:
-        chunk = self._answer.chunk(self._index, said, logprobs, reason)
+        choice = {"index": self._index, **said, "logprobs": logprobs, "finish_reason": reason}
+        head, counts = self._answer.head(of_chunk=True), self._answer.counts()
+        chunk = {**head, "choices": [choice], **counts}
         if self._shows_prompt:  # in the first one
             self._shows_prompt = False
             place = chunk if self._answer.is_chat else chunk["choices"][0]

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from megatron_hybrid.cache.report import MissReason
+from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.inference.async_stream import AsyncStream
 from megatron_hybrid.inference.metrics.prometheus import CONTENT_TYPE, PREFIX
 from megatron_hybrid.inference.requests.builder import Prompt, RenderedChat
@@ -622,12 +623,22 @@ def _add_adapters(app: FastAPI, service: Service) -> None:
 
     @routes.post("/v1/load_lora_adapter")
     async def load(fields: LoadAdapterFields) -> schemas.Adapter:
-        await service.load_adapter(fields.lora_name, fields.lora_path)
+        name = fields.lora_name
+        if name == service.config.model_name:
+            raise ApiError(400, f"lora_name is {name!r}: use a name of its own", "lora_name")
+        try:
+            await service.engine.load_adapter(name, fields.lora_path)
+        except ValueError as error:
+            param = "lora_path" if isinstance(error, CheckpointError) else "lora_name"
+            raise ApiError(400, str(error), param) from error
         return {"lora_name": fields.lora_name}
 
     @routes.post("/v1/unload_lora_adapter", responses=errors(404))
     async def unload(fields: UnloadAdapterFields) -> schemas.Adapter:
-        await service.unload_adapter(fields.lora_name)
+        try:
+            await service.engine.unload_adapter(fields.lora_name)
+        except ValueError as error:
+            raise ApiError(404, str(error), "lora_name") from error
         return {"lora_name": fields.lora_name}
 
     app.include_router(routes)

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from inspect import isawaitable
 from typing import Any, TypeVar
 
-from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.distributed.watchdog import RankFailedError
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.async_stream import AsyncStream, QueueTimeoutError
@@ -105,31 +104,6 @@ class Service:
                 "model_not_found",
             )
         return name
-
-    async def load_adapter(self, name: str, folder: str) -> None:
-        """Serve an adapter as a model of this name.
-
-        Raises:
-            ApiError: it cannot be; nothing has changed.
-        """
-        if name == self.config.model_name:
-            raise ApiError(400, f"lora_name is {name!r}: use a name of its own", "lora_name")
-        try:
-            await self.engine.load_adapter(name, folder)
-        except ValueError as error:
-            param = "lora_path" if isinstance(error, CheckpointError) else "lora_name"
-            raise ApiError(400, str(error), param) from error
-
-    async def unload_adapter(self, name: str) -> None:
-        """Serve an adapter no more. Requests that have it are answered by it.
-
-        Raises:
-            ApiError: there is none of this name; nothing has changed.
-        """
-        try:
-            await self.engine.unload_adapter(name)
-        except ValueError as error:
-            raise ApiError(404, str(error), "lora_name") from error
 
     # The way to the engine ---------------------------------------------------------------------
 

@@ -310,8 +310,7 @@ class Tokenizer:
     @property
     def chat_template(self) -> str | None:
         """Jinja source of the usual chat template; None: there is none."""
-        template = self._templates.get("default")
-        return None if template is None else template.source
+        return self.template_source(None)
 
     def set_chat_template(self, source: str, origin: str = "the chat template") -> None:
         """Replace the usual chat template.
