@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, NotRequired
 
-from pydantic import ConfigDict, NonNegativeInt, with_config
+from pydantic import ConfigDict, NonNegativeInt, create_model, with_config
 from typing_extensions import TypedDict  # before Python 3.12, pydantic reads no other one
 
 from megatron_hybrid.cache.report import MissReason
@@ -170,10 +170,6 @@ class Model(TypedDict):
     sampling_defaults: Json
 
 
-class Adapter(TypedDict):
-    lora_name: str
-
-
 class Models(TypedDict):
     object: Literal["list"]
     data: list[Model]
@@ -197,53 +193,17 @@ class WeightInfo(TypedDict):
 
 
 # Answers of one field.
-class InputTokens(TypedDict):
-    input_tokens: NonNegativeInt
-
-
-class Aborted(TypedDict):
-    aborted: bool
-
-
-class Detokenized(TypedDict):
-    prompt: str
-
-
-class TokenIds(TypedDict):
-    token_ids: list[NonNegativeInt]
-
-
-class Version(TypedDict):
-    version: str
-
-
-class Load(TypedDict):
-    server_load: NonNegativeInt
-
-
-class Reset(TypedDict):
-    reset: Literal[True]
-
-
-class Saved(TypedDict):
-    saved: Literal[True]
-
-
-class Requests(TypedDict):
-    requests: list[Json]
-
-
-class State(TypedDict):
-    status: Literal["paused", "resumed", "sleeping", "awake"]
-
-
-class IsPaused(TypedDict):
-    is_paused: bool
-
-
-class IsSleeping(TypedDict):
-    is_sleeping: bool
-
-
-class WorldSize(TypedDict):
-    world_size: NonNegativeInt
+InputTokens = create_model("InputTokens", input_tokens=(NonNegativeInt, ...))
+Aborted = create_model("Aborted", aborted=(bool, ...))
+Detokenized = create_model("Detokenized", prompt=(str, ...))
+TokenIds = create_model("TokenIds", token_ids=(list[NonNegativeInt], ...))
+Version = create_model("Version", version=(str, ...))
+Load = create_model("Load", server_load=(NonNegativeInt, ...))
+Reset = create_model("Reset", reset=(Literal[True], ...))
+Saved = create_model("Saved", saved=(Literal[True], ...))
+Requests = create_model("Requests", requests=(list[Json], ...))
+State = create_model("State", status=(Literal["paused", "resumed", "sleeping", "awake"], ...))
+IsPaused = create_model("IsPaused", is_paused=(bool, ...))
+IsSleeping = create_model("IsSleeping", is_sleeping=(bool, ...))
+WorldSize = create_model("WorldSize", world_size=(NonNegativeInt, ...))
+Adapter = create_model("Adapter", lora_name=(str, ...))
