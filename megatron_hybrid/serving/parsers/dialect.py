@@ -315,12 +315,16 @@ def optional(form: Json) -> Json:
     return {"type": "optional", "content": form}
 
 
-def joined(schema: Schema, of: Callable[[str], Json], separator: str) -> Json:
+def joined(schema: Schema, sign: str, separator: str, value: Callable[[str], Json]) -> Json:
     """The parameters of a function with a text between them: all that are required, in the order of
     the schema, then any of the others.
 
-    of: the format of one, by its name.
+    sign: after a name. value: the format of a value, by its name.
     """
+
+    def of(name: str) -> Json:
+        return sequence(f"{name}{sign}", value(name))
+
     names = sorted(schema.properties, key=lambda name: name not in schema.required)
     rest = {name: optional(sequence(separator, of(name))) for name in names}
     first = [name for name in names if name in schema.required]

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron_hybrid.serving.parsers.dialect import (
@@ -50,9 +51,7 @@ class Gemma(Dialect):
     def form(self, functions: Sequence[Json], several: bool) -> Json:
         def parts(each: Json) -> tuple[str, Json, str]:
             schema = Schema(each)
-            content = joined(
-                schema, lambda name: sequence(f"{name}:", self._value(schema, name)), ","
-            )
+            content = joined(schema, ":", ",", partial(self._value, schema))
             return f"{self.begin}call:{each['name']}{{", content, "}" + self.end
 
         return repeated(functions, parts, several, "")
@@ -60,7 +59,7 @@ class Gemma(Dialect):
     def _value(self, schema: Schema, name: str) -> Json:
         """A text between marks, or a value that JSON writes alike, if nothing in it is a text."""
         if "string" not in schema.types(name):
-            return {"type": "json_schema", "json_schema": schema.alone(name)}
+            return schema.form(name)
         texts: list[Any] = list(map(text_format, schema.choices(name)))
         one = {"type": "or", "elements": texts} if texts else None
         quote = self.quotes[0]

@@ -52,12 +52,7 @@ class Pythonic(Dialect):
     def form(self, functions: Sequence[Json], several: bool) -> Json:
         def parts(each: Json) -> tuple[str, Json, str]:
             schema = Schema(each)
-
-            def of(name: str) -> Json:
-                value = {"type": "json_schema", "json_schema": schema.alone(name)}
-                return sequence(f"{name}=", value)
-
-            return f"{each['name']}(", joined(schema, of, ", "), ")"
+            return f"{each['name']}(", joined(schema, "=", ", ", schema.form), ")"
 
         calls = repeated(functions, parts, several, ", " if self.is_list else "\n")
         around = ("[", "]") if self.is_list else ("", "")

@@ -73,10 +73,12 @@ class Schema:
         values = values if isinstance(values, list) else []
         return [text if isinstance(text, str) else json.dumps(text) for text in values]
 
-    def alone(self, name: str) -> Json:
-        """The schema of a parameter, with the schema that its `$ref`s are relative to."""
+    def form(self, name: str) -> Json:
+        """A parameter's JSON as a format of a structural tag, by its schema and the one that its
+        `$ref`s are relative to."""
         given = self.properties.get(name)
-        return {**(given if isinstance(given, dict) else {}), ROOT: self._root}
+        schema = {**(given if isinstance(given, dict) else {}), ROOT: self._root}
+        return {"type": "json_schema", "json_schema": schema}
 
     def _types(self, schema: Any, depth: int = 0) -> frozenset[str]:
         """Return the types of a part of the schema, each of which is looked at once."""

@@ -207,8 +207,7 @@ class TaggedParameters(Dialect):
     def _form_of(self, schema: Schema, name: str) -> Json:
         is_text = str("string" in schema.types(name)).lower()
         before, after = (text.format(name, is_text) for text in self.parameter)
-        end, value = self.newline + after, schema.alone(name)
-        content: Json = {"type": "json_schema", "json_schema": value}
+        end, content = self.newline + after, schema.form(name)
         if "string" in schema.types(name):
             texts = schema.choices(name)
             content = {"type": "or", "elements": list(map(text_format, texts))}
