@@ -8,7 +8,7 @@ from importlib import import_module
 
 SUITES = (
     *("latency", "decode", "host_cost", "door", "memory", "encodings", "tiers"),
-    *("ranks", "server", "speculation", "bits", "training_step", "preprocess"),
+    *("ranks", "server", "speculation", "bits", "training_step"),
 )
 
 warnings.filterwarnings("ignore", module="megatron")
