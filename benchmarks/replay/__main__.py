@@ -16,9 +16,8 @@ from rich.console import Console
 from benchmarks.plots import pyplot
 from benchmarks.replay import cliff, plots, table, traces
 from benchmarks.replay.engines import ENGINES
-from benchmarks.replay.footprint import footprint
 from benchmarks.replay.geometry import GEOMETRIES
-from benchmarks.replay.sweep import GB, Cell, run_cells
+from benchmarks.replay.sweep import Cell, run_cells
 from benchmarks.replay.workloads import WORKLOADS
 from megatron_hybrid.commands.arguments import gigabytes, whole_number
 from megatron_hybrid.tools.replay.protocol import Request
@@ -84,11 +83,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="Replay all workloads and models, with 1 and 8 requests at a time.",
     )
-    add(
-        "--memory",
-        action="store_true",
-        help="Also measure the memory of the index; with --trace, of the whole trace.",
-    )
     add("--json", type=Path, metavar="FILE", help="Write the numbers to this file.")
     add("--plots", type=Path, metavar="DIR", help="Write SVG plots into this folder.")
     add(
@@ -135,8 +129,6 @@ def run(options: argparse.Namespace) -> None:
         "numpy": np.__version__,
         "cells": [asdict(cell) for cell in cells],
     }
-    if options.memory:
-        results["memory"] = weigh(options, console)
     if options.plots and options.full:
         for path in plots.models(cells, options.plots):
             console.print(f"wrote {path}")
@@ -182,24 +174,6 @@ def sources(
         yield name, requests, options.budgets or workload.budgets_gb
     if options.trace:
         yield options.trace.stem, trace, options.budgets or TRACE_BUDGETS_GB
-
-
-def weigh(options: argparse.Namespace, console: Console) -> dict:
-    """Memory and time of one long trace: the recorded one, else the agents."""
-    requests = (
-        traces.load(options.trace) if options.trace else WORKLOADS["agent"].generate(options.limit)
-    )
-    geometry = GEOMETRIES[options.geometry[0]]
-    budget = max(options.budgets or TRACE_BUDGETS_GB)
-    found = footprint(requests, geometry, budget * GB)
-    console.print(
-        f"{options.trace.stem if options.trace else 'agent'}, {geometry.name}, {budget:g} GB: "
-        f"{found.requests:,} requests, {found.prompt_tokens:,} prompt tokens, "
-        f"{found.skipped_percent} % skipped, {found.wall_seconds} s of which "
-        f"{found.cache_seconds} s in the cache; index {found.index_bytes / 1e6:.1f} MB for "
-        f"{found.cached_tokens:,} tokens = {found.bytes_per_token:.2f} bytes per token"
-    )
-    return {**asdict(found), "bytes_per_token": round(found.bytes_per_token, 3)}
 
 
 if __name__ == "__main__":

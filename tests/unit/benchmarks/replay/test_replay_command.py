@@ -26,7 +26,6 @@ def test_command_line(tmp_path, capsys):
             str(tmp_path / "out" / "replay.json"),
             "--markdown",
             str(page),
-            "--memory",
         ]
     )
     results = json.loads((tmp_path / "out" / "replay.json").read_text())
@@ -36,7 +35,6 @@ def test_command_line(tmp_path, capsys):
         ("ceiling", None),
     ]  # fmt: skip
     assert cells["ceiling", None]["skipped_percent"] == pytest.approx(93.75)
-    assert results["memory"]["bytes_per_token"] > 4
     text = page.read_text()
     assert text.startswith("before") and text.endswith("after\n") and "old" not in text
     assert "| ceiling | 93.8 |" in text
