@@ -40,7 +40,7 @@ class Kernel:
         self,
         grid: tuple[int, ...],
         tensors: Sequence[Tensor | None],
-        numbers: Sequence[float] = (),
+        numbers: Sequence[float | None] = (),
         **constants: Any,
     ) -> None:
         """Launch the kernel.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +68,3 @@ class Steps:
     def tensors(self) -> tuple[Tensor | None, ...]:
         own = self.pool_S, self.slot_ids_R, self.y_T, self.captured_n
         return *own, self.rows, self.offsets, self.captures
-
-    def constants(self) -> dict[str, Any]:
-        """Compile-time constants of the kernel."""
-        return {"ROWS_STRIDE": self.rows.dim(), "HAS_OUTPUTS": self.y_T is not None}

@@ -102,10 +102,9 @@ from triton.compiler import ASTSource
 from megatron_hybrid.ops.activate.triton import activate_kernel
 from megatron_hybrid.ops.time_steps.triton import steps_kernel
 
-NUMBERS = ("low", "high", "max_beta", "bound")
-ACTIVATE = dict(factor_ptr=None, G=1, C=64, KIND="squared_relu", HAS_FACTOR=False, IN_FP32=False)
-STEPS = dict(factor_ptr=None, beta_ptr=None, C=64, H=0, HAS_FACTOR=False, PER_FACTOR=1)
-STEPS |= dict(HAS_BETA=False, HAS_LIMITS=True, HAS_BOUND=False)
+NUMBERS = ("low", "high", "max_beta")
+ACTIVATE = dict(factor_ptr=None, G=1, C=64, KIND="squared_relu", IN_FP32=False)
+STEPS = dict(factor_ptr=None, beta_ptr=None, bound=None, C=64, H=0, PER_FACTOR=1, HAS_LIMITS=True)
 for kernel, constants in ((activate_kernel, ACTIVATE), (steps_kernel, STEPS)):
     constants = constants | {"BLOCK": 64}
     names = kernel.function.arg_names

@@ -34,7 +34,6 @@ def activate_kernel(
     G: tl.constexpr,
     C: tl.constexpr,
     KIND: tl.constexpr,
-    HAS_FACTOR: tl.constexpr,
     IN_FP32: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -54,7 +53,7 @@ def activate_kernel(
         y = x / (1.0 + tl.exp(-x))
     else:
         y = 1.0 / (1.0 + tl.exp(-x))
-    if HAS_FACTOR:
+    if factor_ptr is not None:
         if not IN_FP32:
             y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
         factor_ptrs = factor_ptr + t * stride_factor_row + g * stride_factor_group + c
@@ -93,7 +92,6 @@ def run(
         G=G,
         C=C,
         KIND=KINDS[activation],
-        HAS_FACTOR=factor is not None,
         IN_FP32=in_fp32,
         BLOCK=block,
         num_warps=4,

@@ -93,9 +93,6 @@ def attention_kernel(
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     SKIPS_FIRST: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_TABLE: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -148,10 +145,10 @@ def attention_kernel(
         # loops keep would spill.
         whole = tl.minimum(start + first // GROUP + 1, high) // BLOCK_N * BLOCK_N
         whole = tl.maximum(begin, whole)
-    if HAS_TABLE:
+    if table_ptr is not None:
         table_row = table_ptr + sequence * stride_table_row
     factor = _LOG2_E
-    if not HAS_SOFTCAP:
+    if softcap is None:
         factor *= scale
     for MASKED in tl.static_range(2):
         if MASKED:
@@ -161,7 +158,7 @@ def attention_kernel(
         for j0 in range(first_key, last_key, BLOCK_N):
             j = j0 + tl.arange(0, BLOCK_N)
             known = (j >= low) & (j < high)
-            if not HAS_TABLE:  # what is not known is read in the place of the last key
+            if table_ptr is None:  # what is not known is read in the place of the last key
                 page, in_page = row + tl.minimum(j, high - 1), 0
             elif B % BLOCK_N == 0:  # all keys of a block are in one page
                 page = tl.load(table_row + j0 // B * stride_table_column).to(tl.int64)
@@ -179,7 +176,7 @@ def attention_kernel(
                 k2_ptrs = k_rows[None, :] + d2[:, None] * stride_k_dim
                 k2 = _load(k2_ptrs, d2[:, None] < D, BLOCK_D + BLOCK_D2 <= D).to(q.dtype)
                 scores = tl.dot(q2, k2, scores, input_precision="ieee")
-            if HAS_SOFTCAP:
+            if softcap is not None:
                 scores *= scale
                 scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap)))
             if MASKED:
@@ -220,7 +217,7 @@ def attention_kernel(
         tl.store(maxima_ptr + part, largest, mask=sees)
         tl.store(sums_ptr + part, total, mask=sees)
     else:
-        if HAS_SINKS:
+        if sinks_ptr is not None:
             sink = tl.load(sinks_ptr + head, mask=alive, other=0.0).to(tl.float32)
             total += tl.exp2(sink * _LOG2_E - largest)
         # Loaded anew, or the pointers below would be made early and take registers in the loops.
@@ -251,7 +248,6 @@ def join_kernel(
     stride_out_dim,
     H: tl.constexpr,
     P: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
     """The parts of one row, joined in order."""
@@ -268,7 +264,7 @@ def join_kernel(
         average = average * kept
         average += tl.load(partial_ptr + part * P + p, mask=p < P, other=0.0) * weight
         largest = new
-    if HAS_SINKS:
+    if sinks_ptr is not None:
         total += tl.exp2(tl.load(sinks_ptr + head).to(tl.float32) * _LOG2_E - largest)
     row = tl.load(rows_ptr + number).to(tl.int64)
     out_row = out_ptr + row * stride_out_row + head * stride_out_head
@@ -346,7 +342,7 @@ def run(
         attention_kernel(
             (len(tiles.sequences), K, triton.cdiv(P, constants["BLOCK_P"])),
             (*inputs, out_THP, *partial, *tiles, *positions),
-            (pattern.scale, pattern.softcap or 1.0),
+            (pattern.scale, pattern.softcap),
             H=H,
             GROUP=H // K,
             D=D,
@@ -355,9 +351,6 @@ def run(
             WINDOW=pattern.window or 0,
             CHUNK=pattern.chunk or 0,
             SKIPS_FIRST=pattern.skips_first,
-            HAS_SOFTCAP=pattern.softcap is not None,
-            HAS_SINKS=sinks_H is not None,
-            HAS_TABLE=block_table_RM is not None,
             SPLIT=few,
             **constants,
         )
@@ -375,7 +368,6 @@ def run(
             (*partial, sinks_H, out_THP, parts.rows, parts.tiles.places),
             H=H,
             P=P,
-            HAS_SINKS=sinks_H is not None,
             BLOCK_P=triton.next_power_of_2(P),
             num_warps=4,
         )

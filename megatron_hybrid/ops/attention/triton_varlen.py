@@ -71,7 +71,6 @@ def query_gradient_kernel(
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     SKIPS_FIRST: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -114,7 +113,7 @@ def query_gradient_kernel(
                 mean = mean * kept + tl.sum(weights * moved, 1)
                 largest = new
         if not SECOND:
-            if HAS_SINKS:
+            if sinks_ptr is not None:
                 total += tl.exp(tl.load(sinks_ptr + head).to(tl.float32) - largest)
             lse, mean = largest + tl.log(total), mean / total
     grad_q_ptrs, _ = _rows(grad_q_ptr, row, i, length, head, H, D, BLOCK_D)
@@ -261,8 +260,7 @@ class _Gradient(torch.autograd.Function):
         grads = [torch.zeros_like(each) for each in inputs[:3]]
         sums = [grad_THP.new_empty(T, H, dtype=torch.float32) for _ in range(2)]
         outputs = (sinks_H, grads[0], *sums)
-        has_sinks = {"HAS_SINKS": sinks_H is not None}
-        query_gradient_kernel((R, H), (*inputs, *outputs, *tables), numbers, **form, **has_sinks)
+        query_gradient_kernel((R, H), (*inputs, *outputs, *tables), numbers, **form)
         key_gradient_kernel((R, K), (*inputs, *grads[1:], *sums, *tables), numbers, **form)
         grad_H = None
         if sinks_H is not None:

@@ -44,7 +44,6 @@ def conv_kernel(
     stride_y_channel,
     C: tl.constexpr,
     K: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -75,7 +74,7 @@ def conv_kernel(
             x += tail.to(x_ptr.dtype.element_ty).to(tl.float32)
         weight_ptrs = weight_ptr + c * stride_weight_channel + j * stride_weight_column
         y += x * tl.load(weight_ptrs, mask=own, other=0.0).to(tl.float32)[None, :]
-    if HAS_BIAS:
+    if bias_ptr is not None:
         y += tl.load(bias_ptr + c, mask=own, other=0.0).to(tl.float32)[None, :]
     if SILU:
         y = y / (1.0 + tl.exp(-y))
@@ -104,7 +103,6 @@ def conv_step_kernel(
     stride_y_channel,
     C: tl.constexpr,
     K: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -130,7 +128,7 @@ def conv_step_kernel(
         weight_ptrs = weight_ptr + c * stride_weight_channel + j * stride_weight_column
         weight = tl.load(weight_ptrs, mask=own, other=0.0).to(tl.float32)[None, :]
         y += x.to(x_ptr.dtype.element_ty).to(tl.float32) * weight
-    if HAS_BIAS:
+    if bias_ptr is not None:
         y += tl.load(bias_ptr + c, mask=own, other=0.0).to(tl.float32)[None, :]
     if SILU:
         y = y / (1.0 + tl.exp(-y))
@@ -207,8 +205,7 @@ def run(
     y_TC = torch.empty_like(x_TC)
     blocks = triton.cdiv(C, CHANNELS)
     tensors = (x_TC, weight_CK, bias_C, pool, slots, y_TC)
-    form = dict(C=C, K=K, HAS_BIAS=bias_C is not None, SILU=activation == "silu")
-    form |= dict(BLOCK_T=ROWS, BLOCK_C=CHANNELS, num_warps=4)
+    form = dict(C=C, K=K, SILU=activation == "silu", BLOCK_T=ROWS, BLOCK_C=CHANNELS, num_warps=4)
     if layout.num_singles == layout.num_sequences and not layout.captures:
         grid = triton.cdiv(layout.num_rows, ROWS), blocks
         conv_step_kernel(grid, tensors, (layout.num_rows, layout.num_sequences), **form)

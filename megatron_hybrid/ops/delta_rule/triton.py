@@ -137,13 +137,12 @@ def steps_kernel(
     stride_out_capture,
     stride_out_head,
     stride_out_key,
+    stride_rows_sequence,
     HEADS_PER_KEY: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
     EPS: tl.constexpr,
     N: tl.constexpr,
     P: tl.constexpr,
-    ROWS_STRIDE: tl.constexpr,
-    HAS_OUTPUTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
@@ -153,20 +152,20 @@ def steps_kernel(
     r, h = tl.program_id(0), tl.program_id(1)
     p, n = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
     h_qk = h // HEADS_PER_KEY
-    first = tl.load(rows_ptr + r * ROWS_STRIDE).to(tl.int64)
-    if HAS_OUTPUTS:
+    first = tl.load(rows_ptr + r * stride_rows_sequence).to(tl.int64)
+    if o_ptr is not None:
         o_ptrs = o_ptr + h * stride_o_head + p
         if r >= num_sequences:
             for t in range(first, num_rows):
                 tl.store(o_ptrs + t * stride_o_row, tl.zeros((BLOCK_P,), tl.float32), mask=p < P)
             return
-    end = tl.load(rows_ptr + r * ROWS_STRIDE + 1).to(tl.int64)
+    end = tl.load(rows_ptr + r * stride_rows_sequence + 1).to(tl.int64)
     slot = tl.load(slots_ptr + r).to(tl.int64)
     inside = (n[:, None] < N) & (p[None, :] < P)
     state_ptrs = pool_ptr + slot * stride_pool_slot + h * stride_pool_head
     state_ptrs += n[:, None] * stride_pool_key + p[None, :]
     state = tl.load(state_ptrs, mask=inside, other=0.0).to(tl.float32)
-    if HAS_OUTPUTS:
+    if o_ptr is not None:
         capture, last = tl.load(offsets_ptr + r), tl.load(offsets_ptr + r + 1)
         wanted = tl.load(captures_ptr + capture, mask=capture < last, other=-1)
     for t in range(first, end):
@@ -183,7 +182,7 @@ def steps_kernel(
             state *= tl.exp(tl.load(g_ptrs).to(tl.float32))
         written = beta * (v - tl.sum(state * k[:, None], axis=0))
         state += k[:, None] * written[None, :]
-        if HAS_OUTPUTS:
+        if o_ptr is not None:
             q_ptrs = q_ptr + _at(t, h_qk, stride_q_row, stride_q_head) + n
             q = tl.load(q_ptrs, mask=n < N, other=0.0).to(tl.float32)
             q *= tl.rsqrt(tl.sum(q * q, axis=0) + EPS)
@@ -216,7 +215,6 @@ def run_steps(
         EPS=L2NORM_EPS,
         N=N,
         P=P,
-        **steps.constants(),
         **sizes,
         num_warps=4,
     )

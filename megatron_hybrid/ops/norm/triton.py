@@ -15,6 +15,8 @@ ELEMENTS = 2048
 """Numbers of a program, if a group has no more."""
 MAX_CHANNELS = 16384
 """Most channels of a group, which a program holds in registers."""
+_PLAIN = dict.fromkeys(("SILU", "NORM_FIRST", "ZERO_CENTERED", "ROUNDS_NORM"), False)
+"""The form of a norm without a gate."""
 
 
 @Kernel
@@ -41,8 +43,6 @@ def norm_kernel(
     G: tl.constexpr,
     C: tl.constexpr,
     EPS: tl.constexpr,
-    HAS_ADDED: tl.constexpr,
-    HAS_GATE: tl.constexpr,
     SILU: tl.constexpr,
     NORM_FIRST: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
@@ -57,13 +57,13 @@ def norm_kernel(
     inside = (n < num_groups)[:, None] & (c < C)[None, :]
     x_ptrs = x_ptr + (t * stride_x_row + g * stride_x_group)[:, None]
     x = tl.load(x_ptrs + c[None, :] * stride_x_channel, mask=inside, other=0.0).to(tl.float32)
-    if HAS_ADDED:
+    if added_ptr is not None:
         added_ptrs = added_ptr + (t * stride_added_row + g * stride_added_group)[:, None]
         added = tl.load(added_ptrs + c[None, :] * stride_added_channel, mask=inside, other=0.0)
         x = (x + added.to(tl.float32)).to(x_ptr.dtype.element_ty)
         tl.store(sum_ptr + n[:, None] * C + c[None, :], x, mask=inside)
         x = x.to(tl.float32)
-    if HAS_GATE:
+    if gate_ptr is not None:
         gate_ptrs = gate_ptr + (t * stride_gate_row + g * stride_gate_group)[:, None]
         z = tl.load(gate_ptrs + c[None, :] * stride_gate_channel, mask=inside, other=0.0)
         z = z.to(tl.float32)
@@ -75,11 +75,11 @@ def norm_kernel(
     weight = weight.to(tl.float32)
     if ZERO_CENTERED:
         weight += 1.0
-    if HAS_GATE and not NORM_FIRST:
+    if gate_ptr is not None and not NORM_FIRST:
         x *= gate
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / C + EPS)
     y = x * scale[:, None] * weight
-    if HAS_GATE and NORM_FIRST:
+    if gate_ptr is not None and NORM_FIRST:
         if ROUNDS_NORM:
             y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
         y *= gate
@@ -145,9 +145,28 @@ def launch(
         G=G,
         C=C,
         EPS=eps,
-        HAS_ADDED=added_TGC is not None,
-        HAS_GATE=gate_TGC is not None,
         **form,
         **blocks,
         num_warps=num_warps,
     )
+
+
+def verify_plain(x: Tensor, weight_C: Tensor, eps: float, added: Tensor | None) -> str | None:
+    if (channels := x.shape[-1]) > MAX_CHANNELS:
+        return f"rows have {channels} channels; a program holds {MAX_CHANNELS}"
+    if x.dim() not in (2, 3) or not x.numel():
+        return f"x has shape {list(x.shape)}; it takes rows, or rows of heads"
+    if added is not None and added.dtype != x.dtype:
+        return "x and what is added differ in dtype"
+    return None
+
+
+def run_plain(
+    x: Tensor, weight_C: Tensor, eps: float, added: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    sums = None if added is None else torch.empty_like(y)
+    tensors = [t if t is None or t.dim() == 3 else t.unsqueeze(1) for t in (x, added, y, sums)]
+    x_TGC, added_TGC, y_TGC, sum_TGC = tensors
+    launch(x_TGC, added_TGC, None, weight_C, y_TGC, sum_TGC, eps, _PLAIN)
+    return y, x if sums is None else sums

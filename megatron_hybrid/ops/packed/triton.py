@@ -1,4 +1,5 @@
-"""Packed weights in Triton: unpacked to the bits of the reference, whole or inside of a product."""
+"""Packed weights in Triton, unpacked to the bits of the reference: inside of a product by few rows,
+whole before one by many."""
 
 from __future__ import annotations
 
@@ -6,16 +7,25 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.ops.contracts import FLOATS
+from megatron_hybrid.ops.kernels import aligned_rows
 from megatron_hybrid.ops.launch import Kernel
+from megatron_hybrid.ops.linear import linear
+from megatron_hybrid.ops.packed import unpack
 from megatron_hybrid.ops.packed.formats import format_of
+from megatron_hybrid.ops.packed.reference import FEW_ROWS
 
 OUTPUTS, INPUTS = 32, 128
 """Rows and columns of a weight that a program has at a time."""
+ROWS = 32
+"""Rows that a program multiplies at a time."""
+INPUTS_IN_FP32 = 32
+"""Columns at a time in fp32, which no tensor core multiplies."""
 LEAST_INPUTS = 16
 """Columns that a product takes at a time, at least."""
 FLOAT8 = {torch.float8_e4m3fn: "fp8", torch.float8_e8m0fnu: "e8m0"}
@@ -197,3 +207,38 @@ def run(
     parts = in_bytes(codes, scale, outer, zero)
     unpack_kernel((*grid, math.prod(lead[:-1])), [*parts, weight], **form)
     return weight if rest is None else torch.cat((weight, rest), -2)
+
+
+def verify_linear(x: Tensor, *inputs: Tensor | None) -> str | None:
+    if not x.numel() or x.stride(-1) != 1:
+        return "x is empty, or the numbers of a row are no neighbours"
+    return verify(*inputs[:-1], x.dtype)
+
+
+def run_linear(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    outer: Tensor | None,
+    zero: Tensor | None,
+    rest: Tensor | None,
+    ends_E: Tensor | None,
+) -> Tensor:
+    rows, experts = (triton.cdiv(len(x), ROWS), 1) if ends_E is None else (1, len(ends_E))
+    if ends_E is None and len(x) > FEW_ROWS:
+        return linear(x, unpack(codes, scale, outer, zero, rest, x.dtype))
+    inputs = INPUTS_IN_FP32 if x.dtype == torch.float32 else INPUTS
+    form = form_of(codes, scale, inputs)
+    y = x.new_empty(len(x), form["O"])
+    linear_kernel(
+        (rows, triton.cdiv(form["O"], OUTPUTS), experts),
+        [aligned_rows(x), *in_bytes(codes, scale, outer, zero), ends_E, y],
+        [len(x)],
+        BLOCK_M=ROWS,
+        num_stages=4,
+        **form,
+    )
+    if rest is None:
+        return y
+    more = linear(x, rest) if ends_E is None else F.grouped_mm(x, rest.mT, offs=ends_E)
+    return torch.cat((y, more), -1)

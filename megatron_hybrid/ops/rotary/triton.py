@@ -34,7 +34,6 @@ def rotate_kernel(
     D: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    HAS_NORM: tl.constexpr,
     EPS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -55,7 +54,7 @@ def rotate_kernel(
         out_ptr, weight_ptr = k_out_ptr + (t * K + h - K * G) * D, k_weight_ptr
     x = tl.load(in_ptr + d, mask=d < D, other=0.0).to(tl.float32)
     y = tl.load(in_ptr + other, mask=turns, other=0.0).to(tl.float32)
-    if HAS_NORM:
+    if q_weight_ptr is not None:
         scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / D + EPS)
         x = x * scale * tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
         y = y * scale * tl.load(weight_ptr + other, mask=turns, other=0.0).to(tl.float32)
@@ -98,7 +97,6 @@ def run(
         D=D,
         HALF=cos_T1d.shape[-1],
         INTERLEAVED=interleaved,
-        HAS_NORM=q_weight_D is not None,
         EPS=eps,
         BLOCK_D=triton.next_power_of_2(D),
         num_warps=1,

@@ -47,11 +47,10 @@ def steps_kernel(
     stride_out_capture,
     stride_out_head,
     stride_out_value,
+    stride_rows_sequence,
     HEADS_PER_GROUP: tl.constexpr,
     P: tl.constexpr,
     N: tl.constexpr,
-    ROWS_STRIDE: tl.constexpr,
-    HAS_OUTPUTS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -60,21 +59,21 @@ def steps_kernel(
     r, h = tl.program_id(0), tl.program_id(1)
     p, s = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
     group = h // HEADS_PER_GROUP
-    first = tl.load(rows_ptr + r * ROWS_STRIDE).to(tl.int64)
-    if HAS_OUTPUTS:
+    first = tl.load(rows_ptr + r * stride_rows_sequence).to(tl.int64)
+    if y_ptr is not None:
         y_ptrs = y_ptr + h * stride_y_head + p
         if r >= num_sequences:
             for t in range(first, num_rows):
                 tl.store(y_ptrs + t * stride_y_row, tl.zeros((BLOCK_P,), tl.float32), mask=p < P)
             return
-    end = tl.load(rows_ptr + r * ROWS_STRIDE + 1).to(tl.int64)
+    end = tl.load(rows_ptr + r * stride_rows_sequence + 1).to(tl.int64)
     slot = tl.load(slots_ptr + r).to(tl.int64)
     inside = (p[:, None] < P) & (s[None, :] < N)
     state_ptrs = pool_ptr + slot * stride_pool_slot + h * stride_pool_head
     state_ptrs += p[:, None] * stride_pool_value + s[None, :]
     state = tl.load(state_ptrs, mask=inside, other=0.0).to(tl.float32)
     A = tl.load(A_ptr + h)
-    if HAS_OUTPUTS:
+    if y_ptr is not None:
         D = tl.load(D_ptr + h).to(tl.float32)
         capture, last = tl.load(offsets_ptr + r), tl.load(offsets_ptr + r + 1)
         wanted = tl.load(captures_ptr + capture, mask=capture < last, other=-1)
@@ -85,7 +84,7 @@ def steps_kernel(
         B_ptrs = B_ptr + t * stride_B_row + group * stride_B_group + s
         B = tl.load(B_ptrs, mask=s < N, other=0.0).to(tl.float32)
         state = state * tl.exp(dt * A) + (dt * x)[:, None] * B[None, :]
-        if HAS_OUTPUTS:
+        if y_ptr is not None:
             C_ptrs = C_ptr + t * stride_C_row + group * stride_C_group + s
             C = tl.load(C_ptrs, mask=s < N, other=0.0).to(tl.float32)
             y = tl.sum(state * C[None, :], axis=1) + D * x
@@ -121,7 +120,6 @@ def run_steps(
         HEADS_PER_GROUP=H // B_TGN.shape[1],
         P=P,
         N=N,
-        **steps.constants(),
         BLOCK_P=block_p,
         BLOCK_N=block_n,
         num_warps=4,

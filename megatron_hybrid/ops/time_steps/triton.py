@@ -34,11 +34,8 @@ def steps_kernel(
     stride_beta_head,
     C: tl.constexpr,
     H: tl.constexpr,
-    HAS_FACTOR: tl.constexpr,
     PER_FACTOR: tl.constexpr,
-    HAS_BETA: tl.constexpr,
     HAS_LIMITS: tl.constexpr,
-    HAS_BOUND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Some channels of one row, and the writing strengths of as many heads."""
@@ -47,7 +44,7 @@ def steps_kernel(
     x_ptrs = x_ptr + t * stride_x_row + c * stride_x_channel
     x = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
     y = x + tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)
-    if not HAS_BOUND:
+    if bound is None:
         small = tl.exp(tl.minimum(y, 20.0, tl.PropagateNan.ALL))  # else a GPU makes 20 of NaN
         # log(1 + e), whose 1 + e rounds where e is small.
         rounded = 1.0 + small
@@ -56,12 +53,12 @@ def steps_kernel(
     if HAS_LIMITS:
         y = tl.maximum(y, low, tl.PropagateNan.ALL)
         y = tl.minimum(y, high, tl.PropagateNan.ALL)
-    if HAS_FACTOR:
+    if factor_ptr is not None:
         y *= tl.load(factor_ptr + c // PER_FACTOR, mask=inside, other=0.0).to(tl.float32)
-    if HAS_BOUND:
+    if bound is not None:
         y = bound / (1.0 + tl.exp(y))
     tl.store(steps_ptr + t * C + c, y, mask=inside)
-    if HAS_BETA:
+    if beta_ptr is not None:
         beta_ptrs = beta_ptr + t * stride_beta_row + c * stride_beta_head
         beta = tl.load(beta_ptrs, mask=c < H, other=0.0).to(tl.float32)
         tl.store(strengths_ptr + t * H + c, max_beta / (1.0 + tl.exp(-beta)), mask=c < H)
@@ -89,14 +86,11 @@ def run(
     steps_kernel(
         (T, triton.cdiv(max(C, H), block)),
         (x_TC, bias_C, factor_F, beta_TH, steps_TC, strengths_TH),
-        (low, float("inf") if high is None else high, max_beta, bound or 0.0),
+        (low, float("inf") if high is None else high, max_beta, bound),
         C=C,
         H=H,
-        HAS_FACTOR=factor_F is not None,
         PER_FACTOR=1 if factor_F is None else C // len(factor_F),
-        HAS_BETA=beta_TH is not None,
         HAS_LIMITS=bound is None and limits != (0.0, None),
-        HAS_BOUND=bound is not None,
         BLOCK=block,
         num_warps=1 if block <= 128 else 4,
     )
