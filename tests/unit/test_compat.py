@@ -169,7 +169,7 @@ def test_importing_warns_of_nothing_loads_no_compiler_and_draws_no_number():
         for module in pkgutil.walk_packages(megatron_hybrid.__path__, "megatron_hybrid."):
             # Kernels are imported where Triton is, by the backend that runs them; a program for
             # Dynamo where that is.
-            others = ("__main__", ".triton", ".triton_linear", "_varlen", "_plain", ".mcore")
+            others = ("__main__", ".triton", "_varlen", ".mcore")
             others += (".fla", ".hopper", ".dynamo")
             if not module.name.endswith(others):
                 importlib.import_module(module.name)

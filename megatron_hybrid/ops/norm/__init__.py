@@ -20,7 +20,7 @@ gated_rms_norm.register(kernel_backend("triton", "megatron_hybrid.ops.norm.trito
 _rms_norm = Op(
     "rms_norm", reference.rms_norm, {"x": "... C", "weight_C": "C", "added": "... C or None"}
 )
-_rms_norm.register(kernel_backend("triton", "megatron_hybrid.ops.norm.triton_plain"))
+_rms_norm.register(kernel_backend("triton", "megatron_hybrid.ops.norm.triton", suffix="_plain"))
 
 
 def rms_norm(x: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tensor:

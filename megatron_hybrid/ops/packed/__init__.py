@@ -46,4 +46,6 @@ packed_linear = Op(
     },
     codes_per_byte=_codes_per_byte,
 )
-packed_linear.register(kernel_backend("triton", "megatron_hybrid.ops.packed.triton_linear"))
+packed_linear.register(
+    kernel_backend("triton", "megatron_hybrid.ops.packed.triton", suffix="_linear")
+)
