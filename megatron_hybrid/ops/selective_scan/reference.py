@@ -1,16 +1,19 @@
 """The selective scan of Mamba-1 (Gu and Dao 2023, arXiv 2312.00752, equation 2)."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
 from megatron_hybrid.ops.checks import compute_dtype, join, pad_rows, tokens_of, without_autocast
 from megatron_hybrid.ops.dispatch import planning
+from megatron_hybrid.ops.permutation import Permutation, Waves
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.scan import ragged_scan
 from megatron_hybrid.ops.slot_states import states_or_zeros
-from megatron_hybrid.ops.time_order import TimeOrder
 
 BLOCK_BYTES = 1 << 20
 """Bytes of states, and as many of decays, that the forward handles at once, to fit a CPU's
@@ -224,3 +227,27 @@ def _advance(
             h_RNC = h_RNC[:size]
         h_RNC = h_row.addcmul_(h_RNC, decay)
     return decay_TNC, h_TNC, ended
+
+
+class TimeOrder:
+    """The tokens of all sequences after the leading steps, row by row: see `Waves`. No row is
+    padded.
+    """
+
+    @classmethod
+    def of(cls, layout: RaggedLayout, device: torch.device | str) -> TimeOrder:
+        """The order of a layout, made once per device and cached in the layout."""
+        return layout.cached(("time_order", torch.device(device)), lambda: cls(layout, device))
+
+    def __init__(self, layout: RaggedLayout, device: torch.device | str) -> None:
+        waves, num_tokens = (
+            Waves(layout.lengths[layout.num_steps :], device),
+            layout.num_step_tokens,
+        )
+        self.row_sizes, self.tokens, self.sequences = waves.sizes, waves.items, waves.sequences
+        tokens = [count - 1 - num_tokens for count in layout.captures if count > num_tokens]
+        places = waves.places[tokens] if tokens else np.arange(0)
+        in_time = np.argsort(places)
+        self.captured: list[int] = places[in_time].tolist()
+        """Places of the captured tokens in time order, ascending."""
+        self.captures = Permutation(in_time, device)

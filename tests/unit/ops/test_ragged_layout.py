@@ -9,7 +9,7 @@ from recurrences import chunk_sizes, layouts
 
 from megatron_hybrid.ops import RaggedLayout
 from megatron_hybrid.ops.chunk_grid import ChunkGrid
-from megatron_hybrid.ops.time_order import TimeOrder
+from megatron_hybrid.ops.selective_scan.reference import TimeOrder
 
 
 def test_derived_numbers():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_hybrid.training.data.packing import pack
+from megatron_hybrid.training.data.rows import pack
 
 
 def packed(lengths, capacity, seed=0):
