@@ -32,11 +32,11 @@ from megatron_hybrid.models.layer_pattern import SHARED_BLOCKS
 from megatron_hybrid.models.layer_specs import get_mixer
 from megatron_hybrid.models.mixers.base import LayerCache, StackInputs
 from megatron_hybrid.models.mixers.mixer_context import MixerContext, UncachedContext
+from megatron_hybrid.models.mixers.per_layer_input import PerLayerEmbedding, rounded
 from megatron_hybrid.models.mixers.projections import LocalColumnLinear
 from megatron_hybrid.models.multi_token_prediction import MultiTokenPrediction
 from megatron_hybrid.models.packed_weight import require_unpacked
 from megatron_hybrid.models.parameter_names import canonical_name, respell
-from megatron_hybrid.models.per_layer_embedding import PerLayerEmbedding, rounded
 from megatron_hybrid.models.recompute import check_recompute_modules, recompute
 from megatron_hybrid.models.sharding.collectives import gather_last_dim, gather_rows, split_rows
 from megatron_hybrid.models.sharding.parallel_setup import check_process_groups, process_groups

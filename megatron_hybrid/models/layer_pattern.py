@@ -115,7 +115,7 @@ _OWN = {
     "-": _mlp("MLP", "mlp:MLPMixer", (_MLP,)),
     "H": _block(
         "parallel attention and Mamba-2",
-        "parallel_heads:ParallelHeadsMixer",
+        "side_by_side:ParallelHeadsMixer",
         (*_HEADS, recurrent.Mamba2Fields, combined.ParallelHeadsFields),
     ),
     "Z": _block(
@@ -130,11 +130,11 @@ _OWN = {
         is_mamba1=True,
     ),
     "Q": _block(
-        "attention and MLP side by side", "attention_and_mlp:AttentionAndMLPMixer", (*_HEADS, _MLP)
+        "attention and MLP side by side", "side_by_side:AttentionAndMLPMixer", (*_HEADS, _MLP)
     ),
     "R": _block(
         "sliding-window attention and MLP side by side",
-        "attention_and_mlp:AttentionAndMLPMixer",
+        "side_by_side:AttentionAndMLPMixer",
         (*_HEADS, attention.WindowFields, _MLP),
         locality="window",
     ),

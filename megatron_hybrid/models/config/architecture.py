@@ -91,7 +91,7 @@ class PerLayerInputFields(ModelFields):
     """Fields of the per-layer inputs."""
 
     per_layer_input_size: int | None = None
-    """Width of the token embedding of each `P` layer; see `models/per_layer_embedding.py`."""
+    """Width of the token embedding of each `P` layer; see `mixers/per_layer_input.py`."""
 
     per_layer_vocab_size: Annotated[int, Range(ge=1)] | None = None
     """Tokens that have such an embedding, those beyond have that of token 0; None: vocab_size."""

@@ -1,11 +1,17 @@
-"""The layer that adds a per-layer embedding to the residual stream (Gemma 3n, Gemma 4)."""
+"""Per-layer embeddings (Gemma 3n, Gemma 4), one per token and `P` layer, and the layer that adds
+them to the residual stream."""
 
-from torch import Tensor
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.layer_specs import build_norm
 from megatron_hybrid.models.mixers.base import Mixer, MixerPlace, StackInputs
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
-from megatron_hybrid.models.mixers.projections import ReplicatedLinear
+from megatron_hybrid.models.mixers.projections import ReplicatedLinear, replicated_weight
 from megatron_hybrid.ops import activate
 
 
@@ -32,3 +38,39 @@ class PerLayerInputMixer(Mixer):
         inputs_Tp = inputs.per_layer_TJp[:, self.index]
         gated_Tp = activate(self.gate(hidden_Th), self.config.activation_func, inputs_Tp)
         return self.projection(gated_Tp), None
+
+
+class PerLayerEmbedding(nn.Module):
+    """(norm(projection of the word embedding) + another embedding of the token) / sqrt(2), separate
+    for each of the J layers of the symbol `P`.
+
+    Replicated on all ranks.
+
+    Args:
+        config: `vocab_size`, `hidden_size` and `per_layer_input_size` are used.
+    """
+
+    def __init__(self, config: HybridConfig):
+        super().__init__()
+        self.size = config.per_layer_input_size
+        width = config.pattern.symbols.count("P") * self.size
+        self.vocab_size = config.per_layer_vocab_size or config.vocab_size
+        self.weight = replicated_weight(config, self.vocab_size, width)
+        self.projection = ReplicatedLinear(config, config.hidden_size, width)
+        self.norm = build_norm(config, self.size)
+
+    def forward(self, input_ids_T: Tensor, embedding_Th: Tensor) -> Tensor:
+        """Tokens, int64 [T], and their word embedding [T, hidden] -> [T, J, p]."""
+        projected = self.projection(embedding_Th) * embedding_Th.shape[-1] ** -0.5
+        projected_TJp = self.norm(projected.unflatten(-1, (-1, self.size)))
+        # Gemma's factors of embeddings have the dtype of the weights.
+        factor = rounded(self.size**0.5, self.weight.dtype)
+        input_ids_T = input_ids_T.masked_fill(input_ids_T >= self.vocab_size, 0)
+        own_TJp = F.embedding(input_ids_T, self.weight).view_as(projected_TJp) * factor
+        return (projected_TJp + own_TJp) * 2**-0.5
+
+
+@cache
+def rounded(factor: float, dtype: torch.dtype) -> float:
+    """The nearest number of a dtype; a tensor is made for it once."""
+    return torch.tensor(factor, dtype=dtype).item()
