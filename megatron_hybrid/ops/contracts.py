@@ -17,9 +17,10 @@ in so many words.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,17 +68,22 @@ class Contract:
         """Its shapes, as errors spell them."""
         return " or ".join(f"[{', '.join(form)}]" for form in self.forms)
 
-    def sizes(self, known: Mapping[str, Any]) -> str:
-        """Its shapes in numbers, as far as they are known."""
+    def sizes(self, known: Mapping[str, Any], shape: Sequence[int]) -> str:
+        """Its shapes in numbers, as far as they are known. shape: which tells what nothing else
+        does."""
 
-        def size(word: str) -> str:
+        def size(word: str, own: int | str) -> str:
             if word == "..." and known.get("_rest"):
                 return ", ".join(map(str, known["_rest"]))
             if (found := known.get(_name_of(word))) is None:
-                return word if word.isdigit() or word == "..." else "any"
+                return str(own) if word[0].isalpha() and word != "any" else word
             return str(found + int(word[len(_name_of(word)) :] or 0))
 
-        return " or ".join(f"[{', '.join(map(size, form))}]" for form in self.forms)
+        forms = []
+        for form in self.forms:
+            is_like = len(form) == len(shape) and "..." not in form
+            forms.append(", ".join(map(size, form, shape if is_like else ["any"] * len(form))))
+        return " or ".join(f"[{form}]" for form in forms)
 
 
 def _name_of(word: str) -> str:
@@ -86,114 +92,117 @@ def _name_of(word: str) -> str:
 
 def check_of(
     function: str,
-    parameters: str,
-    contracts: Mapping[str, Contract],
-    *,
-    given: Collection[str],
-    head: Sequence[str],
+    reference: Callable[..., Any],
+    contracts: Mapping[str, str],
     conditions: Mapping[str, str],
-    names: Mapping[str, Any],
-    result: str,
-) -> Callable[..., tuple]:
-    """Return a function that checks the tensors of a call. It is written out for the contracts, as
-    loops over them would take three times as long, and steps wait for the host.
+    helpers: Mapping[str, Any],
+) -> tuple[dict[str, Contract], Callable[..., tuple]]:
+    """Return the contract of each tensor, by its name, and a function of the inputs that checks
+    them, and gives them back with defaults. It is written out for the contracts, as loops over them
+    would take three times as long, and steps wait for the host.
 
     Args:
         function: name of what is called.
-        parameters: of the check, as a signature has them.
-        contracts: of each tensor, by the name of its variable.
-        given: names of sizes that the lines of `head` set.
-        head: the first lines.
+        reference: has its parameters, and their defaults.
+        contracts: of each tensor, or of parts of a parameter (`states.pool_S`).
         conditions: expressions of sizes and parameters that must hold, and the error where one
             does not, with names in braces.
-        names: what the lines refer to.
-        result: what the check returns, an expression.
+        helpers: functions that these call.
 
     Raises:
-        TypeError: a size is tied to nothing.
+        TypeError: a tensor has no contract, or a size is tied to nothing.
     """
+    parameters = inspect.signature(reference, eval_str=True).parameters
+    kinds = {name: str(own.annotation) for name, own in parameters.items()}
+    tensors = {name for name, kind in kinds.items() if "Tensor" in kind and "Callable" not in kind}
+    owners = {name.partition(".")[0] for name in contracts}
+    if tensors != owners:
+        raise TypeError(
+            f"{function} has contracts for {sorted(owners)} and the tensors {sorted(tensors)}: "
+            "give each of them one, and annotate tensors with Tensor"
+        )
+    parts = [name.partition(".") for name in contracts]
+    found = {
+        part or own: Contract(part or own, contracts[own + dot + part]) for own, dot, part in parts
+    }
+    body = [f"{part} = None if {own} is None else {own}.{part}" for own, _, part in parts if part]
+    known = {"T", "R", "n"} if "layout" in parameters else set()
+    if known:
+        body.append("T, R, n = layout.num_rows, layout.num_sequences, len(layout.captures)")
     words = set(re.findall(r"\w+", " ".join(conditions)))
-    uses = Counter(name for own in contracts.values() for name in own.names)
-    known: set[str] = set(given)
-    unknown: set[str] = set()
-    for own in contracts.values():
-        loose = sorted(x for x in own.names - words - known if uses[x] < 2)
-        if loose:
+    uses = Counter(name for own in found.values() for name in own.names)
+    for own in found.values():
+        if loose := sorted(x for x in own.names - words - known if uses[x] < 2):
             raise TypeError(
                 f"{', '.join(loose)} of {own.name} of {function} is the size of no other operand: "
                 "tie it to one, or write 'any'"
             )
-    body: list[str] = []
-    for number, (x, own) in enumerate(contracts.items()):
-        body += _lines(x, number, own, known, unknown)
+    unknown: set[str] = set()
+    checks = [line for own in found.values() for line in _lines(own, known, unknown)]
+    body += [f"{name} = None" for name in sorted(unknown)] + checks
     body += [
         f"if not ({condition}): refuse({number}, locals())"
         for number, condition in enumerate(conditions)
     ]
-    first_seen = [f"{name} = None" for name in sorted(unknown)]
-    all_names = {kind + "s": dtypes for kind, dtypes in _KINDS.items() if dtypes}
-    all_names |= {"Tensor": Tensor, "torch": torch, **names}
-    all_names |= _errors(function, list(contracts.values()), conditions)
-    lines = "\n    ".join([*head, *first_seen, *body, f"return {result}"])
-    exec(f"def check({parameters}):\n    {lines}", all_names)
-    return all_names["check"]
+    names = {kind + "s": dtypes for kind, dtypes in _KINDS.items() if dtypes}
+    names |= {"Tensor": Tensor, "torch": torch, **helpers, **_errors(function, found, conditions)}
+    body.append(f"return ({''.join(f'{name}, ' for name in parameters)})")
+    exec(f"def check({', '.join(parameters)}):\n    " + "\n    ".join(body), names)
+    defaults = (own.default for own in parameters.values() if own.default is not own.empty)
+    names["check"].__defaults__ = tuple(defaults)
+    return found, names["check"]
 
 
-def _lines(x: str, number: int, own: Contract, known: set[str], unknown: set[str]) -> list[str]:
-    """Lines of a check for the tensor in the variable `x`. Names whose size it tells are added to
-    those `known`, or `unknown` where it may have been left out."""
-    fail = f"fail({number}, {x}, locals())"
+def _lines(own: Contract, known: set[str], unknown: set[str]) -> list[str]:
+    """Lines of a check of one tensor. Names whose size it tells are added to those `known`, or
+    `unknown` where it may have been left out."""
+    x = own.name
+    fail = f"fail({x!r}, {x}, locals())"
     is_sure = not own.is_optional and len(own.forms) == 1 and own.kind != "stack"
-    lines = [f"_shape = {x}.shape"]
-    for place, form in enumerate(own.forms):
-        binds, wanted = [], []
-        rest = form.index("...") if "..." in form else len(form)
-        for index, word in enumerate(form):
-            at = f"_shape[{index if index <= rest else index - len(form)}]"
-            name = "_rest" if word == "..." else _name_of(word)
+    lines = [f"match {x}.shape:"]
+    for form in own.forms:
+        pattern, guards, told = [], [], {}
+        for place, word in enumerate(form):
+            name, size = _name_of(word), f"_{place}"
+            pattern.append("_" if word == "any" else f"*{size}" if word == "..." else size)
             if word == "...":
-                at = f"_shape[{index}:len(_shape) - {len(form) - 1 - index}]"
-            wanted.append(f"*{name}" if word == "..." else at if word == "any" else word)
-            if name.isdigit() or name == "any" or name in known:
-                continue
-            bind = f"{name} = {at}" + (
-                f" - (0{word[len(name) :]})" if name not in (word, "_rest") else ""
-            )
-            if not is_sure:
-                unknown.add(name)
-            binds.append(f"if {name} is None: {bind}" if name in unknown else bind)
-            if is_sure:
-                known.add(name)
-        count = f"len(_shape) {'<' if '...' in form else '!='} {len(form) - ('...' in form)}"
-        inner = [*binds, f"if _shape != ({', '.join(wanted)},): {fail}"]
-        if place + 1 < len(own.forms):
-            lines += [f"{'el' if place else ''}if not {count}:", *(f"    {one}" for one in inner)]
-        elif place:
-            lines += [f"elif {count}: {fail}", "else:", *(f"    {one}" for one in inner)]
-        else:  # another number of dimensions is another shape, too
-            lines += [f"if {count}: {fail}"] * (binds != [] or "any" in form) + inner
+                name, size = "_rest", f"tuple({size})"
+            elif word != name:
+                size += f" - (0{word[len(name) :]})"
+            if name.isdigit() or name in known:
+                guards.append(f"{size} == {name}")
+            elif name in told:
+                guards.append(f"{size} == {told[name]}")
+            elif name != "any":
+                told[name] = size
+                if name in unknown or not is_sure:
+                    guards.append(f"{name} in (None, {size})")
+        guard = f" if {' and '.join(guards)}" if guards else ""
+        named = f"{', '.join(told)} = {', '.join(told.values())}" if told else "pass"
+        lines.append(f"    case [{', '.join(pattern)}]{guard}: {named}")
+        (known if is_sure else unknown).update(told)
+    lines.append(f"    case _: {fail}")
     if _KINDS[own.kind]:
         lines.append(f"if {x}.dtype not in {own.kind}s: {fail}")
     if is_sure:
         return [f"if {x} is None: {fail}", *lines]
-    lines = [f"    {line}" for line in lines]
+    start = [f"if {x} is None: {'pass' if own.is_optional else fail}"]
     if own.kind == "stack":
-        length = own.forms[0][0]
-        parts = [f"elif not isinstance({x}, Tensor):", f"    if len({x}) != {length}: {fail}"]
-        lines = [*parts, "else:", *lines]
-    else:
-        lines = ["else:", *lines]
-    return [f"if {x} is None: {'pass' if own.is_optional else fail}", *lines]
+        start += [
+            f"elif not isinstance({x}, Tensor):",
+            f"    if len({x}) != {own.forms[0][0]}: {fail}",
+        ]
+    return [*start, "else:", *(f"    {line}" for line in lines)]
 
 
 def _errors(
-    function: str, contracts: list[Contract], conditions: Mapping[str, str]
+    function: str, contracts: Mapping[str, Contract], conditions: Mapping[str, str]
 ) -> dict[str, Callable[..., None]]:
     """Return what a check calls where a tensor or a condition is not as it has to be."""
 
-    def fail(number: int, x: Any, known: dict[str, Any]) -> None:
-        own = contracts[number]
-        name, sizes = f"{own.name} of {function}", own.sizes(known)
+    def fail(name: str, x: Any, known: dict[str, Any]) -> None:
+        own = contracts[name]
+        name, sizes = f"{name} of {function}", own.sizes(known, getattr(x, "shape", ()))
         if x is None or not isinstance(x, Tensor):
             given = "is None" if x is None else f"has {len(x)} parts"
         elif (dtypes := _KINDS[own.kind]) and x.dtype not in dtypes:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_hybrid.ops.contracts import Contract, check_of
+from megatron_hybrid.ops.contracts import check_of
 from megatron_hybrid.ops.gradients import are_wanted, with_gradient
 from megatron_hybrid.ops.tape import served
 
@@ -115,9 +115,9 @@ class Op:
     ) -> None:
         self.name, self.reads_host = name, reads_host
         self.reference = reference
-        self.contracts: dict[str, Contract] = {}
-        """Contract of each tensor, by its name."""
-        self._check = self._check_of(contracts, conditions or {}, helpers)
+        self.contracts, self._check = check_of(
+            name, reference, contracts, conditions or {}, helpers
+        )
         parameters = list(inspect.signature(reference).parameters)
         self.is_ragged = "layout" in parameters
         flat = {name for name, text in contracts.items() if text.startswith("T ")}
@@ -185,48 +185,6 @@ class Op:
             return with_gradient(self.reference, self.reference, inputs)
         plan.served.add((self.name, REFERENCE))
         return self.reference(*inputs)
-
-    def _check_of(
-        self, contracts: Mapping[str, str], conditions: Mapping[str, str], names: dict[str, Any]
-    ) -> Callable[..., tuple]:
-        """Return a function of the inputs that checks them, and gives them back with defaults."""
-        parameters = inspect.signature(self.reference, eval_str=True).parameters
-        tensors = {
-            name
-            for name, own in parameters.items()
-            if "Tensor" in (kind := str(own.annotation)) and "Callable" not in kind
-        }
-        owners = {name.partition(".")[0] for name in contracts}
-        if tensors != owners:
-            raise TypeError(
-                f"{self.name} has contracts for {sorted(owners)} and the tensors {sorted(tensors)}:"
-                " give each of them one, and annotate tensors with Tensor"
-            )
-        signature, head = [], []
-        for name, parameter in parameters.items():
-            has_default = parameter.default is not parameter.empty
-            names |= {f"default_{name}": parameter.default} if has_default else {}
-            signature.append(f"{name}=default_{name}" if has_default else name)
-        for name, text in contracts.items():
-            owner, _, part = name.partition(".")
-            variable = part or owner
-            if part:
-                head.append(f"{part} = None if {owner} is None else {owner}.{part}")
-            self.contracts[variable] = Contract(variable, text)
-        sizes = ()
-        if "layout" in parameters:
-            sizes = ("T", "R", "n")
-            head.append("T, R, n = layout.num_rows, layout.num_sequences, len(layout.captures)")
-        return check_of(
-            self.name,
-            ", ".join(signature),
-            self.contracts,
-            given=sizes,
-            head=head,
-            conditions=conditions,
-            names=names,
-            result=f"({''.join(f'{name}, ' for name in parameters)})",
-        )
 
     def refusals(self, *inputs: Any) -> dict[str, str | None]:
         """Each backend in order, and why it cannot serve these inputs (any inputs, if none are
