@@ -1,7 +1,7 @@
 """Base of the recurrent mixers: a projection in, a short convolution, a state, a projection out."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -24,34 +24,29 @@ class ShortConv(nn.Module):
     """Depthwise causal convolution; parameters as in a grouped `nn.Conv1d`.
 
     Args:
-        sections: full sizes of the blocks of channels, each cut over the tensor-parallel ranks.
-        section_names: core's names of these blocks.
+        cut: of the channels.
+        tp_group: tensor-parallel ranks.
         kernel_size: width of the convolution.
         bias: whether it has one.
-        tp_group: tensor-parallel ranks.
         dtype: dtype of the parameters.
         tail_dtype: dtype of the tail.
         activation: "silu" or None.
-        copies: see `Cut`.
     """
 
     state_name = "conv"
 
     def __init__(
         self,
-        sections: Sequence[int],
-        section_names: tuple[str, ...],
+        cut: Cut,
+        tp_group: dist.ProcessGroup,
         kernel_size: int,
         bias: bool,
-        tp_group: dist.ProcessGroup,
         dtype: torch.dtype,
         tail_dtype: torch.dtype,
         activation: str | None,
-        copies: tuple[int, ...] | None,
     ):
         super().__init__()
-        self.tail_dtype, self.activation = tail_dtype, activation
-        self.cut = cut = Cut(0, tuple(sections), tp_group.size(), section_names, copies)
+        self.cut, self.tail_dtype, self.activation = cut, tail_dtype, activation
         # As nn.Conv1d draws them: fan-in is the kernel width, the convolution being depthwise.
         bound = 1.0 / math.sqrt(kernel_size)
         weight = torch.empty(cut.size, 1, kernel_size, dtype=dtype).uniform_(-bound, bound)
@@ -132,16 +127,16 @@ class RecurrentMixer(Mixer):
         self.conv1d = None
         if not convolved:
             return
+        tp, widths = place.pg_collection.tp, tuple(sections[name] for name in convolved)
+        copied = copies and tuple(copies.get(name, 1) for name in convolved)
         self.conv1d = ShortConv(
-            tuple(sections[name] for name in convolved),
-            convolved,
+            Cut(0, widths, tp.size(), convolved, copied),
+            tp,
             kernel_size,
             bias=conv_bias,
-            tp_group=place.pg_collection.tp,
             dtype=conv_dtype or config.params_dtype,
             tail_dtype=config.params_dtype,
             activation=activation,
-            copies=copies and tuple(copies.get(name, 1) for name in convolved),
         )
 
     def _build_output(self, width: int, bias: bool = False) -> nn.Module:
