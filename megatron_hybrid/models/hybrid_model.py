@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.random import (
     model_parallel_cuda_manual_seed,
 )
 from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor, nn
 
 from megatron_hybrid.models.batch_layout import (
@@ -34,7 +35,7 @@ from megatron_hybrid.models.mixers.base import LayerCache, StackInputs
 from megatron_hybrid.models.mixers.mixer_context import MixerContext, UncachedContext
 from megatron_hybrid.models.mixers.per_layer_input import PerLayerEmbedding, rounded
 from megatron_hybrid.models.mixers.projections import LocalColumnLinear
-from megatron_hybrid.models.multi_token_prediction import MultiTokenPrediction
+from megatron_hybrid.models.multi_token_prediction import MultiTokenPrediction, next_rows
 from megatron_hybrid.models.packed_weight import require_unpacked
 from megatron_hybrid.models.parameter_names import canonical_name, respell
 from megatron_hybrid.models.recompute import check_recompute_modules, recompute
@@ -479,36 +480,41 @@ class HybridModel(_LanguageModule):
         loss_mask: Tensor | None,
         context: UncachedContext,
     ) -> Tensor:
-        """The hidden states, with the losses of multi-token prediction attached."""
+        """The same hidden states, whose backward pass adds the gradients of MTP heads' losses: of
+        their mean times `mtp_loss_scaling_factor` over the number of heads, as core scales them."""
         if input_ids is None:
             raise ValueError(
                 "input_ids is None, but multi-token prediction (/ in layer_pattern) embeds the "
                 "tokens again. Pass input_ids with decoder_input."
             )
-        layout, num_rows = context.ragged_layout(), labels.numel()
-        labels_T = labels.flatten()
+        layout = context.ragged_layout()
+        tp, splits_rows = self.pg_collection.tp, self.config.sequence_parallel
+        ids_T, labels_T, num_rows = input_ids.flatten(), labels.flatten(), labels.numel()
         mask_T = (labels_T != NO_LABEL).float()
         mask_T[layout.num_tokens :] = 0.0
         if loss_mask is not None:
             mask_T = mask_T * loss_mask.flatten()
-        padding = layout.num_rows - num_rows
-        tp, splits_rows = self.pg_collection.tp, self.config.sequence_parallel
-
-        def new_context() -> UncachedContext:
-            return UncachedContext(layout, labels.device, (), context.padding_mask_T)
-
-        def embed(ids_T: Tensor) -> Tensor:
-            embedding_Th = self._rounded(self._embed_words(F.pad(ids_T, (0, padding))))
-            return split_rows(embedding_Th, tp) if splits_rows else embedding_Th
-
-        def loss_of(rows_Th: Tensor, labels_T: Tensor) -> Tensor:
+        ends = torch.tensor(layout.cu_seqlens[1:], device=ids_T.device) - 1
+        num_tokens, attached, means = mask_T.sum(), hidden_Th, []
+        for part in self.mtp.parts:
+            ids_T, labels_T, mask_T = (next_rows(one, ends) for one in (ids_T, labels_T, mask_T))
+            padded_T = F.pad(ids_T, (0, layout.num_rows - num_rows))
+            embedding_Th = self._rounded(self._embed_words(padded_T))
+            if splits_rows:
+                embedding_Th = split_rows(embedding_Th, tp)
+            own = UncachedContext(layout, labels.device, (), context.padding_mask_T)
+            rows_Th = hidden_Th = part(hidden_Th, embedding_Th, own)
             if splits_rows:
                 rows_Th = gather_rows(rows_Th, tp)[:num_rows]
-            return self._loss(rows_Th, labels_T)
-
-        return self.mtp.attach_losses(
-            hidden_Th, input_ids.flatten(), labels_T, mask_T, layout, new_context, embed, loss_of
-        )
+            losses_T = self._loss(rows_Th, labels_T) * mask_T
+            count = mask_T.sum().clamp(min=1e-6)  # weights may be below 1
+            scale = self.config.mtp_loss_scaling_factor / self.mtp.num_parts / count
+            if self.config.calculate_per_token_loss:
+                scale = scale * num_tokens  # by which core divides all gradients
+            attached = MTPLossAutoScaler.apply(attached, losses_T * scale)
+            means.append((losses_T.sum() / count).detach())
+        self.mtp.losses = torch.stack(means)
+        return attached
 
     def _received(self, tensor: Tensor) -> tuple[Tensor, StackInputs]:
         """The input of this stage's stack, from the stage before it."""

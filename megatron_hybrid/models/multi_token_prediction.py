@@ -7,13 +7,11 @@ the k-th next token, the token after that. Serving drafts with the first, or run
 """
 
 import copy
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
@@ -24,7 +22,6 @@ from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import LocalColumnLinear, build_input_projection
 from megatron_hybrid.models.mixers.router import Router
 from megatron_hybrid.models.sharding.collectives import gather_last_dim, split_rows
-from megatron_hybrid.ops.ragged import RaggedLayout
 
 
 class PredictionLayers(MegatronModule):
@@ -113,45 +110,6 @@ class MultiTokenPrediction(MegatronModule):
         """List the parts in order of use; with `mtp_use_repeated_layer` all are the same one."""
         return list(self.layers) * (self.num_parts // len(self.layers))
 
-    def attach_losses(
-        self,
-        hidden_Th: Tensor,
-        ids_T: Tensor,
-        labels_T: Tensor,
-        mask_T: Tensor,
-        layout: RaggedLayout,
-        new_context: Callable[[], MixerContext],
-        embed: Callable[[Tensor], Tensor],
-        loss_of: Callable[[Tensor, Tensor], Tensor],
-    ) -> Tensor:
-        """The same hidden states, whose backward pass adds the gradients of the losses: of their
-        mean times `mtp_loss_scaling_factor` over the number of parts, as core scales them.
-
-        Args:
-            hidden_Th: normed output of the decoder; this rank's rows under sequence parallelism.
-            ids_T, labels_T: int64, of all rows.
-            mask_T: fp32, factors of the losses of the labels.
-            layout: of the rows; no part looks into another sequence.
-            new_context: makes the context of one part.
-            embed: tokens of all rows -> embedding of this rank's rows.
-            loss_of: (normed hidden states, labels of all rows) -> fp32 [T].
-        """
-        ends = torch.tensor(layout.cu_seqlens[1:], device=ids_T.device) - 1
-        num_tokens = mask_T.sum()
-        attached, means = hidden_Th, []
-        for part in self.parts:
-            ids_T, labels_T, mask_T = (_next(one, ends) for one in (ids_T, labels_T, mask_T))
-            hidden_Th = part(hidden_Th, embed(ids_T), new_context())
-            losses_T = loss_of(hidden_Th, labels_T) * mask_T
-            count = mask_T.sum().clamp(min=1e-6)  # weights may be below 1
-            scale = self.config.mtp_loss_scaling_factor / self.num_parts / count
-            if self.config.calculate_per_token_loss:
-                scale = scale * num_tokens  # by which core divides all gradients
-            attached = MTPLossAutoScaler.apply(attached, losses_T * scale)
-            means.append((losses_T.sum() / count).detach())
-        self.losses = torch.stack(means)
-        return attached
-
 
 def _counted_once(config: HybridConfig, uses: int) -> HybridConfig:
     """The config of layers that are used several times in a forward pass, but whose losses that
@@ -164,7 +122,7 @@ def _counted_once(config: HybridConfig, uses: int) -> HybridConfig:
     return config
 
 
-def _next(x_T: Tensor, ends: Tensor) -> Tensor:
+def next_rows(x_T: Tensor, ends: Tensor) -> Tensor:
     """Each row's next one, and 0 after the last one of a sequence."""
     next_T = F.pad(x_T[1:], (0, 1))
     next_T[ends] = 0
