@@ -18,45 +18,26 @@ per faster backend. `dispatch.py` chooses among them.
 Inside the chunked scans `S` counts chunks and `L` the rows of one chunk.
 """
 
-from megatron_hybrid.ops.activate import activate
-from megatron_hybrid.ops.attention import AttentionPattern, paged_attention, varlen_attention
-from megatron_hybrid.ops.conv import causal_conv1d
-from megatron_hybrid.ops.delta_rule import gated_delta_rule, kimi_delta_attention
-from megatron_hybrid.ops.experts import ExpertPairs, expert_mlps
-from megatron_hybrid.ops.linear import linear
-from megatron_hybrid.ops.norm import gated_rms_norm, rms_norm, rms_norm_of_sum
-from megatron_hybrid.ops.packed import packed_linear, unpack
-from megatron_hybrid.ops.ragged import RaggedLayout
-from megatron_hybrid.ops.rotary import rotate_heads
-from megatron_hybrid.ops.selective_scan import selective_scan
-from megatron_hybrid.ops.slot_linear import slot_linear
-from megatron_hybrid.ops.slot_states import SlotStates
-from megatron_hybrid.ops.ssd import ssd_scan
-from megatron_hybrid.ops.state_codec import StatesCodec
-from megatron_hybrid.ops.time_steps import time_steps
-
-__all__ = [
-    "AttentionPattern",
-    "ExpertPairs",
-    "RaggedLayout",
-    "SlotStates",
-    "StatesCodec",
-    "activate",
-    "causal_conv1d",
-    "expert_mlps",
-    "gated_delta_rule",
-    "gated_rms_norm",
-    "kimi_delta_attention",
-    "linear",
-    "packed_linear",
-    "paged_attention",
-    "rms_norm",
-    "rms_norm_of_sum",
-    "rotate_heads",
-    "selective_scan",
-    "slot_linear",
-    "ssd_scan",
-    "time_steps",
-    "unpack",
-    "varlen_attention",
-]
+from megatron_hybrid.ops.activate import activate as activate
+from megatron_hybrid.ops.attention import AttentionPattern as AttentionPattern
+from megatron_hybrid.ops.attention import paged_attention as paged_attention
+from megatron_hybrid.ops.attention import varlen_attention as varlen_attention
+from megatron_hybrid.ops.conv import causal_conv1d as causal_conv1d
+from megatron_hybrid.ops.delta_rule import gated_delta_rule as gated_delta_rule
+from megatron_hybrid.ops.delta_rule import kimi_delta_attention as kimi_delta_attention
+from megatron_hybrid.ops.experts import ExpertPairs as ExpertPairs
+from megatron_hybrid.ops.experts import expert_mlps as expert_mlps
+from megatron_hybrid.ops.linear import linear as linear
+from megatron_hybrid.ops.norm import gated_rms_norm as gated_rms_norm
+from megatron_hybrid.ops.norm import rms_norm as rms_norm
+from megatron_hybrid.ops.norm import rms_norm_of_sum as rms_norm_of_sum
+from megatron_hybrid.ops.packed import packed_linear as packed_linear
+from megatron_hybrid.ops.packed import unpack as unpack
+from megatron_hybrid.ops.ragged import RaggedLayout as RaggedLayout
+from megatron_hybrid.ops.rotary import rotate_heads as rotate_heads
+from megatron_hybrid.ops.selective_scan import selective_scan as selective_scan
+from megatron_hybrid.ops.slot_linear import slot_linear as slot_linear
+from megatron_hybrid.ops.slot_states import SlotStates as SlotStates
+from megatron_hybrid.ops.ssd import ssd_scan as ssd_scan
+from megatron_hybrid.ops.state_codec.codec import StatesCodec as StatesCodec
+from megatron_hybrid.ops.time_steps import time_steps as time_steps

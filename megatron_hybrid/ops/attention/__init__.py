@@ -1,11 +1,9 @@
 """Causal attention over ragged sequences: from a paged cache, or uncached for training."""
 
 from megatron_hybrid.ops.attention import flash, reference
-from megatron_hybrid.ops.attention.pattern import AttentionPattern
+from megatron_hybrid.ops.attention.pattern import AttentionPattern as AttentionPattern
 from megatron_hybrid.ops.dispatch import Backend, Op
 from megatron_hybrid.ops.kernels import kernel_backend
-
-__all__ = ["AttentionPattern", "paged_attention", "varlen_attention"]
 
 _GROUPS = {"K and H % K == 0": "{H} query heads are not a multiple of {K} kv heads"}
 paged_attention = Op(

@@ -6,8 +6,8 @@ import pytest
 import torch
 from host_syncs import no_host_syncs
 
-from megatron_hybrid.ops.state_codec import HORIZON_TOKENS, StatesCodec, importance_of
 from megatron_hybrid.ops.state_codec import codec as codec_module
+from megatron_hybrid.ops.state_codec.codec import HORIZON_TOKENS, StatesCodec, importance_of
 
 FORGETS = torch.zeros(1, 1)  # all elements of equal importance
 SHAPES = [(4, 64, 64), (2, 128, 128), (3, 64, 128), (512, 16), (2, 3, 40, 24)]
