@@ -154,6 +154,7 @@ def selective_scan_inputs(sizes: Sizes, layout: RaggedLayout, device, dtype) -> 
         torch.randn(C, device=device),
         _states(layout, (C, N), device),
         layout,
+        32,
     )
 
 
@@ -202,7 +203,7 @@ def attention_inputs(sizes: Sizes, layout: RaggedLayout, device, dtype) -> tuple
 def norm_inputs(sizes: Sizes, layout: RaggedLayout, device, dtype) -> tuple:
     T, G, C = layout.num_rows, sizes["G"], sizes["C"]
     x, gate = (_randn(device, dtype, T, G, C) for _ in range(2))
-    return x, gate, _randn(device, dtype, G, C), 1e-5
+    return x, gate, _randn(device, dtype, G, C), 1e-5, "silu", False, False, False, None
 
 
 def expert_rows(sizes: Sizes, layout: RaggedLayout) -> list[int]:

@@ -76,12 +76,8 @@ def verify(
     return None
 
 
-def run(
-    x: Tensor,
-    activation: Callable[[Tensor], Tensor],
-    factor: Tensor | None,
-    in_fp32: bool,
-) -> Tensor:
+def run(*inputs: Any) -> Tensor:
+    x, activation, factor, in_fp32 = inputs
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, factor = (t if t is None or t.dim() == 3 else t.unsqueeze(1) for t in (x, factor))
     T, G, C = x.shape

@@ -14,29 +14,19 @@ from torch import Tensor
 
 from megatron_hybrid.ops.activations import sigmoid
 from megatron_hybrid.ops.attention import flash
-from megatron_hybrid.ops.attention.pattern import AttentionPattern
 from megatron_hybrid.ops.attention.work import of_many_tokens
 from megatron_hybrid.ops.dispatch import planning
-from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.to_device import all_to_device
 
 
-def run(
-    q_THD: Tensor,
-    k_pages_nBKD: Tensor,
-    v_pages_nBKD: Tensor,
-    block_table_RM: Tensor,
-    layout: RaggedLayout,
-    pattern: AttentionPattern,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
+def run(*inputs: Any) -> Tensor:
     """See `ops.paged_attention`: sequences with many new tokens here, the others by our kernel."""
+    q_THD, k_pages_nBKD, v_pages_nBKD, block_table_RM, layout, pattern, sinks_H = inputs
     from flash_attn_interface import flash_attn_with_kvcache
 
     from megatron_hybrid.ops.attention import triton
 
     many = of_many_tokens(layout)
-    inputs = (q_THD, k_pages_nBKD, v_pages_nBKD, block_table_RM, layout, pattern, sinks_H)
     out_THD = triton.run(*inputs, takes_whole=not many)
     if not many:
         return out_THD

@@ -161,34 +161,20 @@ def _attend(
     return _Attention.apply(*tensors, sinks_H, spans, pattern)[..., :P]
 
 
-def run(
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKP: Tensor,
-    layout: RaggedLayout,
-    pattern: AttentionPattern,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
+def run(*inputs: Any) -> Tensor:
     """See `ops.varlen_attention`."""
+    q_THD, k_TKD, v_TKP, layout, pattern, sinks_H = inputs
     spans = Spans.of(layout, pattern, q_THD.device, paged=False)
     qkv = (rows_between(t, 0, layout.num_tokens) for t in (q_THD, k_TKD, v_TKP))
     return pad_rows(_attend(*qkv, spans, pattern, sinks_H), layout)
 
 
-def run_paged(
-    q_THD: Tensor,
-    k_pages_nBKD: Tensor,
-    v_pages_nBKP: Tensor,
-    block_table_RM: Tensor,
-    layout: RaggedLayout,
-    pattern: AttentionPattern,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
+def run_paged(*inputs: Any) -> Tensor:
     """See `ops.paged_attention`: sequences with many new tokens here, the others by our kernel."""
+    q_THD, k_pages_nBKD, v_pages_nBKP, block_table_RM, layout, pattern, sinks_H = inputs
     from megatron_hybrid.ops.attention import triton
 
     spans = Spans.of(layout, pattern, q_THD.device, paged=True)
-    inputs = (q_THD, k_pages_nBKD, v_pages_nBKP, block_table_RM, layout, pattern, sinks_H)
     out_THP = triton.run(*inputs, takes_whole=spans is None)
     if spans is not None:
         B = k_pages_nBKD.shape[1]

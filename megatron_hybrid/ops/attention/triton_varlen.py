@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_hybrid.ops.attention.pattern import AttentionPattern
 from megatron_hybrid.ops.attention.triton import is_seen
 from megatron_hybrid.ops.attention.triton import run as run_paged
 from megatron_hybrid.ops.kernels import SequenceTable
@@ -197,15 +196,9 @@ def verify(q_THD: Tensor, k_TKD: Tensor, v_TKP: Tensor, *others: Any) -> str | N
     return None
 
 
-def run(
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKP: Tensor,
-    layout: RaggedLayout,
-    pattern: AttentionPattern,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
+def run(*inputs: Any) -> Tensor:
     """See `ops.varlen_attention`."""
+    q_THD, k_TKD, v_TKP, layout, pattern, sinks_H = inputs
 
     def from_zero() -> RaggedLayout:
         return RaggedLayout(layout.lengths, (0,) * layout.num_sequences, (), layout.num_padding)

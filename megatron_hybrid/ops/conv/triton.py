@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron_hybrid.ops.checks import pad_rows, rows_between
 from megatron_hybrid.ops.kernels import SequenceTable, is_there, library_bounds
 from megatron_hybrid.ops.launch import Kernel, checked
-from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates
 
 ROWS, CHANNELS = 16, 128
@@ -190,14 +189,8 @@ def verify(
     return None
 
 
-def run(
-    x_TC: Tensor,
-    weight_CK: Tensor,
-    bias_C: Tensor | None,
-    states: SlotStates | None,
-    layout: RaggedLayout,
-    activation: str | None = "silu",
-) -> Tensor:
+def run(*inputs: Any) -> Tensor:
+    x_TC, weight_CK, bias_C, states, layout, activation = inputs
     C, K = weight_CK.shape
     if states is None:
         states = SlotStates.zeros(layout.num_sequences, (C, K - 1), x_TC.device, x_TC.dtype)

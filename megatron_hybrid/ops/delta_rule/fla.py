@@ -59,17 +59,9 @@ def verify(*inputs: Any) -> str | None:
     return None
 
 
-def run(
-    q_THN: Tensor,
-    k_THN: Tensor,
-    v_THP: Tensor,
-    g_TH: Tensor,
-    beta_TH: Tensor,
-    states: SlotStates | None,
-    layout: RaggedLayout,
-    chunk_size: int = 64,
-) -> Tensor:
+def run(*inputs: Any) -> Tensor:
     """See `ops.gated_delta_rule`; with decays `[T, H, N]`, `ops.kimi_delta_attention`."""
+    q_THN, k_THN, v_THP, g_TH, beta_TH, states, layout, chunk_size = inputs
     (_, H, P), N = v_THP.shape, k_THN.shape[2]
     if states is None:
         states = SlotStates.zeros(layout.num_sequences, (H, N, P), v_THP.device)

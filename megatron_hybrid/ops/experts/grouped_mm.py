@@ -4,7 +4,7 @@ On GPUs of compute capability 9 and 10 these are one kernel in bf16. Elsewhere t
 back, and takes one product after the other.
 """
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,15 +26,8 @@ MISSING = (
 )
 
 
-def verify(
-    x_mh: Tensor,
-    ends_E: Tensor,
-    fc1_Egh: PerExpert,
-    fc1_bias_Eg: PerExpert | None,
-    fc2_Ehf: PerExpert,
-    fc2_bias_Eh: PerExpert | None,
-    activate: Callable[[Tensor], Tensor],
-) -> str | None:
+def verify(*inputs: Any) -> str | None:
+    x_mh, _, fc1_Egh, fc1_bias_Eg, fc2_Ehf, fc2_bias_Eh, _ = inputs
     layers = [one for one in (fc1_Egh, fc1_bias_Eg, fc2_Ehf, fc2_bias_Eh) if one is not None]
     layers = [one for one in layers if not hasattr(one, "parts")]  # which packed ones have
     if not all(isinstance(layer, Tensor) for layer in layers):
@@ -54,15 +47,8 @@ def verify(
     return None
 
 
-def run(
-    x_mh: Tensor,
-    ends_E: Tensor,
-    fc1_Egh: Tensor,
-    fc1_bias_Eg: Tensor | None,
-    fc2_Ehf: Tensor,
-    fc2_bias_Eh: Tensor | None,
-    activate: Callable[[Tensor], Tensor],
-) -> Tensor:
+def run(*inputs: Any) -> Tensor:
+    x_mh, ends_E, fc1_Egh, fc1_bias_Eg, fc2_Ehf, fc2_bias_Eh, activate = inputs
     x_mg = _product(x_mh, fc1_Egh, ends_E)
     expert_m = None
     if fc1_bias_Eg is not None or fc2_bias_Eh is not None:

@@ -103,17 +103,8 @@ def verify(x_TGC: Tensor, *others: Any) -> str | None:
     return None
 
 
-def run(
-    x_TGC: Tensor,
-    gate_TGC: Tensor,
-    weight_GC: Tensor,
-    eps: float,
-    activation: str = "silu",
-    norm_first: bool = False,
-    zero_centered: bool = False,
-    rounds_norm: bool = False,
-    *_: Any,
-) -> Tensor:
+def run(*inputs: Any) -> Tensor:
+    x_TGC, gate_TGC, weight_GC, eps, activation, norm_first, zero_centered, rounds_norm, _ = inputs
     y_TGC = torch.empty(x_TGC.shape, dtype=x_TGC.dtype, device=x_TGC.device)
     form = dict(
         SILU=activation == "silu",

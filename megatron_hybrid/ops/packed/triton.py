@@ -193,14 +193,8 @@ def verify(codes: Tensor, scale: Tensor, *others: Any) -> str | None:
     return None
 
 
-def run(
-    codes: Tensor,
-    scale: Tensor,
-    outer: Tensor | None,
-    zero: Tensor | None,
-    rest: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+def run(*inputs: Any) -> Tensor:
+    codes, scale, outer, zero, rest, dtype = inputs
     form, lead = form_of(codes, scale), codes.shape[:-1]
     weight = torch.empty(*lead, form["I"], dtype=dtype, device=codes.device)
     grid = triton.cdiv(form["O"], OUTPUTS), triton.cdiv(form["I"], form["BLOCK_I"])
@@ -215,20 +209,12 @@ def verify_linear(x: Tensor, *inputs: Tensor | None) -> str | None:
     return verify(*inputs[:-1], x.dtype)
 
 
-def run_linear(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    outer: Tensor | None,
-    zero: Tensor | None,
-    rest: Tensor | None,
-    ends_E: Tensor | None,
-) -> Tensor:
+def run_linear(*inputs: Any) -> Tensor:
+    x, codes, scale, outer, zero, rest, ends_E = inputs
     rows, experts = (triton.cdiv(len(x), ROWS), 1) if ends_E is None else (1, len(ends_E))
     if ends_E is None and len(x) > FEW_ROWS:
         return linear(x, unpack(codes, scale, outer, zero, rest, x.dtype))
-    inputs = INPUTS_IN_FP32 if x.dtype == torch.float32 else INPUTS
-    form = form_of(codes, scale, inputs)
+    form = form_of(codes, scale, INPUTS_IN_FP32 if x.dtype == torch.float32 else INPUTS)
     y = x.new_empty(len(x), form["O"])
     linear_kernel(
         (rows, triton.cdiv(form["O"], OUTPUTS), experts),

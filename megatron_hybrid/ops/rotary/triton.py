@@ -77,16 +77,8 @@ def verify(q_TKGD: Tensor, k_TKD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor, *_: 
     return None
 
 
-def run(
-    q_TKGD: Tensor,
-    k_TKD: Tensor,
-    cos_T1d: Tensor,
-    sin_T1d: Tensor,
-    interleaved: bool,
-    q_weight_D: Tensor | None,
-    k_weight_D: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
+def run(*inputs: Any) -> tuple[Tensor, Tensor]:
+    q_TKGD, k_TKD, cos_T1d, sin_T1d, interleaved, q_weight_D, k_weight_D, eps = inputs
     T, K, G, D = q_TKGD.shape
     q_out_THD, k_out_TKD = q_TKGD.new_empty(T, K * G, D), k_TKD.new_empty(T, K, D)
     rotate_kernel(

@@ -242,17 +242,8 @@ def verify(x_TC: Tensor, dt_TC: Tensor, A_CN: Tensor, *_: Any) -> str | None:
     return None
 
 
-def run(
-    x_TC: Tensor,
-    dt_TC: Tensor,
-    A_CN: Tensor,
-    B_TN: Tensor,
-    C_TN: Tensor,
-    D_C: Tensor,
-    states: SlotStates | None,
-    layout: RaggedLayout,
-    chunk_size: int = 32,
-) -> Tensor:
+def run(*inputs: Any) -> Tensor:
+    x_TC, dt_TC, A_CN, B_TN, C_TN, D_C, states, layout, _ = inputs
     channels, N = A_CN.shape
     if states is None:
         states = SlotStates.zeros(layout.num_sequences, (channels, N), x_TC.device)
@@ -298,7 +289,7 @@ class _Scan(torch.autograd.Function):
         states = SlotStates.zeros(layout.num_sequences, tensors[2].shape, tensors[0].device)
         kept_nCN = states.pool_S.new_empty(len(ctx.layout.captures), *tensors[2].shape)
         ctx.save_for_backward(*(t.contiguous() for t in tensors), kept_nCN)
-        return run(*tensors, states._replace(captured_n=kept_nCN), ctx.layout)
+        return run(*tensors, states._replace(captured_n=kept_nCN), ctx.layout, chunk)
 
     @staticmethod
     @once_differentiable

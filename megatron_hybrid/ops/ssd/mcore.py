@@ -76,17 +76,8 @@ def verify(x_THP: Tensor, *others: Any) -> str | None:
     return None
 
 
-def run(
-    x_THP: Tensor,
-    dt_TH: Tensor,
-    A_H: Tensor,
-    B_TGN: Tensor,
-    C_TGN: Tensor,
-    D_H: Tensor,
-    states: SlotStates | None,
-    layout: RaggedLayout,
-    chunk_size: int = 64,
-) -> Tensor:
+def run(*inputs: Any) -> Tensor:
+    x_THP, dt_TH, A_H, B_TGN, C_TGN, D_H, states, layout, chunk_size = inputs
     (_, H, P), N = x_THP.shape, B_TGN.shape[2]
     if states is None:
         states = SlotStates.zeros(layout.num_sequences, (H, P, N), x_THP.device)

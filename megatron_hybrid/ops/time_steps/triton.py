@@ -68,15 +68,8 @@ def verify(x_TC: Tensor, *_: Any) -> str | None:
     return None if x_TC.numel() else "there are no rows"
 
 
-def run(
-    x_TC: Tensor,
-    bias_C: Tensor,
-    factor_F: Tensor | None,
-    limits: tuple[float, float | None],
-    beta_TH: Tensor | None,
-    max_beta: float,
-    bound: float | None,
-) -> tuple[Tensor, Tensor | None]:
+def run(*inputs: Any) -> tuple[Tensor, Tensor | None]:
+    x_TC, bias_C, factor_F, limits, beta_TH, max_beta, bound = inputs
     T, C = x_TC.shape
     H = 0 if beta_TH is None else beta_TH.shape[1]
     steps_TC = torch.empty((T, C), dtype=torch.float32, device=x_TC.device)
