@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,7 +116,7 @@ class SequenceTable:
                 layout.cu_seqlens,
                 layout.start_positions,
                 range(max(R, len(owners))),
-                layout.sequence_ids("cpu"),
+                np.repeat(range(R), layout.lengths),
                 layout.captures,
                 owners,
                 [bisect_left(owners, r) for r in range(R + 1)],

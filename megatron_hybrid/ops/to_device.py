@@ -17,8 +17,8 @@ def to_device(
     A copy from pageable memory would first wait for all that the device has to do. So numbers go
     through pinned memory, which torch reuses only after the copy.
     """
-    tensor = torch.as_tensor(numbers, dtype=dtype)
-    if torch.device(device).type == "cuda":
+    tensor, device = torch.as_tensor(numbers, dtype=dtype), torch.device(device)
+    if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
