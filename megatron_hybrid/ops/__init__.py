@@ -13,7 +13,8 @@ In attention, `b` counts sequences of one length, `s` query rows, `t` key rows, 
 rows of all heads of a key/value head.
 
 Each op has a folder: the function and its contract in `__init__.py`, `reference.py`, and one file
-per faster backend. `dispatch.py` chooses among them.
+per faster backend. `dispatch.py` chooses among them. Those that carry a state are also written as
+they are defined, token by token, in `naive.py`.
 
 Inside the chunked scans `S` counts chunks and `L` the rows of one chunk.
 """

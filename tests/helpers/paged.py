@@ -2,10 +2,10 @@
 
 import torch
 from hypothesis import strategies as st
-from naive import attention
 from recurrences import randn
 
 from megatron_hybrid.ops import AttentionPattern
+from megatron_hybrid.ops.attention.naive import attention
 
 D, K_HEADS = 8, 2
 SCALE = 0.3

@@ -6,15 +6,18 @@ Each `RecurrentOp` gives the tests one face for the ops that carry a state.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import naive
 import torch
 from hypothesis import strategies as st
 
 from megatron_hybrid import ops
 from megatron_hybrid.ops import RaggedLayout, SlotStates
+from megatron_hybrid.ops.conv.naive import causal_conv1d as naive_conv
 from megatron_hybrid.ops.conv.reference import causal_conv1d
+from megatron_hybrid.ops.delta_rule.naive import delta_rule as naive_delta_rule
 from megatron_hybrid.ops.delta_rule.reference import delta_rule
+from megatron_hybrid.ops.selective_scan.naive import selective_scan as naive_selective_scan
 from megatron_hybrid.ops.selective_scan.reference import selective_scan
+from megatron_hybrid.ops.ssd.naive import ssd_scan as naive_ssd_scan
 from megatron_hybrid.ops.ssd.reference import ssd_scan
 
 H, H_QK, P, G, N = 4, 2, 6, 2, 5
@@ -58,7 +61,7 @@ SSD = RecurrentOp(
     lambda i, p, states, layout, chunk: ssd_scan(
         i[0], i[1], p[0], i[2], i[3], p[1], states, layout, chunk
     ),
-    lambda i, p, state: naive.ssd_scan(i[0], i[1], p[0], i[2], i[3], p[1], state),
+    lambda i, p, state: naive_ssd_scan(i[0], i[1], p[0], i[2], i[3], p[1], state),
     log_decay=1,
 )
 SELECTIVE_SCAN = RecurrentOp(
@@ -72,7 +75,7 @@ SELECTIVE_SCAN = RecurrentOp(
     lambda i, p, states, layout, chunk: selective_scan(
         i[0], i[1], p[0], i[2], i[3], p[1], states, layout, chunk
     ),
-    lambda i, p, state: naive.selective_scan(i[0], i[1], p[0], i[2], i[3], p[1], state),
+    lambda i, p, state: naive_selective_scan(i[0], i[1], p[0], i[2], i[3], p[1], state),
     log_decay=1,
 )
 
@@ -88,7 +91,7 @@ def delta_rule_of(name: str, heads: int, key_heads: int, by_channel: bool) -> Re
         ),
         lambda g: (),
         lambda i, p, states, layout, chunk: delta_rule(*i, states, layout, chunk),
-        lambda i, p, state: naive.delta_rule(*i, state),
+        lambda i, p, state: naive_delta_rule(*i, state),
         log_decay=3,
     )
 
@@ -109,7 +112,7 @@ CONV = RecurrentOp(
     lambda T, g: (randn(g, T, CHANNELS),),
     lambda g: (randn(g, CHANNELS, WIDTH), randn(g, CHANNELS)),
     lambda i, p, states, layout, chunk: causal_conv1d(i[0], *p, states, layout),
-    lambda i, p, state: naive.causal_conv1d(*i, *p, state),
+    lambda i, p, state: naive_conv(*i, *p, state),
 )
 LINEAR_CONV = RecurrentOp(
     "causal_conv1d",
@@ -117,7 +120,7 @@ LINEAR_CONV = RecurrentOp(
     CONV.inputs,
     CONV.parameters,
     lambda i, p, states, layout, chunk: causal_conv1d(i[0], *p, states, layout, None),
-    lambda i, p, state: naive.causal_conv1d(*i, *p, state, activation=lambda x: x),
+    lambda i, p, state: naive_conv(*i, *p, state, activation=lambda x: x),
 )
 SSMS = (SSD, SELECTIVE_SCAN)
 DELTA_RULES = (GATED_DELTA_RULE, KIMI_DELTA_ATTENTION)

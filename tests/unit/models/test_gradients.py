@@ -9,10 +9,11 @@ import stock_megatron
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
-from naive import causal_conv1d, delta_rule
 from small_models import random_tokens, small_model
 
 from megatron_hybrid.models.parameter_names import canonical_name
+from megatron_hybrid.ops.conv.naive import causal_conv1d
+from megatron_hybrid.ops.delta_rule.naive import delta_rule
 
 LENGTHS = (23, 1, 17)
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive import attention
 from paged import (
     K_HEADS,
     PLAIN,
@@ -25,6 +24,7 @@ from recurrences import assert_near, layouts, randn, seeded
 
 from megatron_hybrid.ops import AttentionPattern, RaggedLayout, paged_attention, varlen_attention
 from megatron_hybrid.ops.attention import reference
+from megatron_hybrid.ops.attention.naive import attention
 
 quick = settings(max_examples=60, deadline=None)
 some = {

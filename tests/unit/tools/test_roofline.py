@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from naive import visibility
 from reference import random_tokens, tiny_engine, tiny_model
 from test_plan import NEMOTRON_H_8B
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -18,6 +17,7 @@ from megatron_hybrid import ops
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.ops import AttentionPattern
 from megatron_hybrid.ops.attention import reference
+from megatron_hybrid.ops.attention.naive import visibility
 from megatron_hybrid.tools.plan import spec_of
 from megatron_hybrid.tools.roofline import (
     DEVICES,
