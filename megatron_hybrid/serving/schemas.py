@@ -17,13 +17,8 @@ class ErrorFields(TypedDict):
     code: str | None
 
 
-class Error(TypedDict):
-    error: ErrorFields
-
-
-class MessageErrorFields(TypedDict):
-    type: str
-    message: str
+Error = create_model("Error", error=(ErrorFields, ...))
+MessageErrorFields = create_model("MessageErrorFields", type=(str, ...), message=(str, ...))
 
 
 class MessageError(TypedDict):
@@ -43,12 +38,8 @@ class Prefix(TypedDict):
     """Why no more tokens were skipped."""
 
 
-class PromptDetails(TypedDict):
-    cached_tokens: NonNegativeInt
-
-
-class CompletionDetails(TypedDict):
-    reasoning_tokens: NonNegativeInt
+PromptDetails = create_model("PromptDetails", cached_tokens=(NonNegativeInt, ...))
+CompletionDetails = create_model("CompletionDetails", reasoning_tokens=(NonNegativeInt, ...))
 
 
 class Usage(TypedDict):
@@ -84,9 +75,7 @@ class Completion(TypedDict):
     usage: Usage
 
 
-class CalledFunction(TypedDict):
-    name: str
-    arguments: str
+CalledFunction = create_model("CalledFunction", name=(str, ...), arguments=(str, ...))
 
 
 class Call(TypedDict):
@@ -170,9 +159,7 @@ class Model(TypedDict):
     sampling_defaults: Json
 
 
-class Models(TypedDict):
-    object: Literal["list"]
-    data: list[Model]
+Models = create_model("Models", object=(Literal["list"], ...), data=(list[Model], ...))
 
 
 History = dict[str, list[float | None]]
