@@ -17,7 +17,7 @@ from megatron_hybrid.commands.arguments import (
     served_config,
 )
 from megatron_hybrid.commands.layout import add_layout, run_on_ranks, sizes_of
-from megatron_hybrid.serving.parsers import REASONING_PARSERS, TOOL_PARSERS
+from megatron_hybrid.serving.parsers.choice import REASONING_PARSERS, TOOL_PARSERS
 from megatron_hybrid.utils.child_lifetime import EndSignal
 
 if TYPE_CHECKING:

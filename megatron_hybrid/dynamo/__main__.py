@@ -69,7 +69,7 @@ from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.serving.config import ServingConfig
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.json_response import to_cpu_thread
-from megatron_hybrid.serving.parsers import shown_tool_parser
+from megatron_hybrid.serving.parsers.choice import shown_tool_parser
 from megatron_hybrid.serving.request_mapping import request_options
 from megatron_hybrid.serving.run import follow, freeze_objects, run, running_service
 from megatron_hybrid.serving.service import STEP_SECONDS, Service, run_steps

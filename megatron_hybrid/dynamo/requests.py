@@ -17,7 +17,7 @@ from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving.answers import LEAST_LOG_PROB, Answer, usage
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.fields import CompletionFields
-from megatron_hybrid.serving.parsers import Style
+from megatron_hybrid.serving.parsers.choice import Style
 from megatron_hybrid.serving.request_mapping import (
     guide_of,
     is_thinking,

@@ -15,14 +15,9 @@ from megatron_hybrid.inference.requests.request import GenerationResult, Request
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.fields import CompletionFields, GenerationFields
 from megatron_hybrid.serving.json_response import encode_json
-from megatron_hybrid.serving.parsers import (
-    AnswerParser,
-    AnswerPart,
-    Content,
-    Reasoning,
-    Style,
-    ToolCall,
-)
+from megatron_hybrid.serving.parsers.answer_parser import AnswerParser
+from megatron_hybrid.serving.parsers.choice import Style
+from megatron_hybrid.serving.parsers.dialect import AnswerPart, Content, Reasoning, ToolCall
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]

@@ -43,7 +43,7 @@ from megatron_hybrid.serving.fields import (
 from megatron_hybrid.serving.json_response import in_turn, json_response
 from megatron_hybrid.serving.messages import MessageAnswer, MessageChat, MessageFields, PromptFields
 from megatron_hybrid.serving.page_routes import add_page
-from megatron_hybrid.serving.parsers import Style
+from megatron_hybrid.serving.parsers.choice import Style
 from megatron_hybrid.serving.request_mapping import (
     chat_prompt,
     completion_prompts,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from megatron_hybrid.serving.parsers import Style, style_of
+from megatron_hybrid.serving.parsers.choice import Style, style_of
 from megatron_hybrid.utils.validation import Range, check_fields
 
 

@@ -18,7 +18,7 @@ from megatron_hybrid.serving.answers import EventAnswer, Json, argument_pieces, 
 from megatron_hybrid.serving.changes import IMAGE_LEFT_OUT
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.fields import ChatFields, CountOrAll, Fields, OtherFields, Text, Words
-from megatron_hybrid.serving.parsers import Reasoning, ToolCall
+from megatron_hybrid.serving.parsers.dialect import Reasoning, ToolCall
 
 SAME = ("temperature", "top_p", "top_k", "stream", "cache_salt", "priority")
 """Fields of a message that are a chat's, too, and no part of a prompt."""

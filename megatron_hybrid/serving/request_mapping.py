@@ -15,7 +15,8 @@ from megatron_hybrid.serving.fields import (
     GenerationFields,
     TemplateFields,
 )
-from megatron_hybrid.serving.parsers import ReasoningFormat, Style
+from megatron_hybrid.serving.parsers.choice import Style
+from megatron_hybrid.serving.parsers.dialect import ReasoningFormat
 from megatron_hybrid.text.chat_template import TextTooLongError
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.text.tokenizer import Tokenizer

@@ -31,7 +31,7 @@ from megatron_hybrid.serving.fields import (
     Text,
     refuse_unsupported,
 )
-from megatron_hybrid.serving.parsers import Reasoning, ToolCall
+from megatron_hybrid.serving.parsers.dialect import Reasoning, ToolCall
 from megatron_hybrid.text.chat_messages import PART_TYPES
 
 HOSTED = (

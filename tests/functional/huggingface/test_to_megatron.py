@@ -21,7 +21,7 @@ from test_predictions import Reference as ReferenceWithHead
 import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.megatron.torch_dist import DistributedTensors
 from megatron_hybrid.compat import TransformerConfig
-from megatron_hybrid.serving.parsers import TOOL_PARSERS
+from megatron_hybrid.serving.parsers.choice import TOOL_PARSERS
 from megatron_hybrid.tools.convert import convert
 
 SIZES = {

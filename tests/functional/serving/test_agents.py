@@ -12,7 +12,7 @@ from megatron_hybrid.serving.answers import Answer
 from megatron_hybrid.serving.changes import HEADER, with_steady_start
 from megatron_hybrid.serving.fields import ChatFields
 from megatron_hybrid.serving.messages import MessageFields
-from megatron_hybrid.serving.parsers import style_of
+from megatron_hybrid.serving.parsers.choice import style_of
 from megatron_hybrid.serving.request_mapping import chat_prompt
 from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
 

@@ -9,7 +9,7 @@ from model_answers import CALL, REPORT, output_of, result_of, said_in
 
 from megatron_hybrid.serving.answers import Answer
 from megatron_hybrid.serving.errors import ApiError
-from megatron_hybrid.serving.parsers import style_of
+from megatron_hybrid.serving.parsers.choice import style_of
 from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
 from megatron_hybrid.text.tokenizer import Tokenizer
 

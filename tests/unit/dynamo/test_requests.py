@@ -22,7 +22,7 @@ from megatron_hybrid.inference.requests.request import GenerationResult, Request
 from megatron_hybrid.inference.sampling_params import ThinkingBudget
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.fields import CompletionFields
-from megatron_hybrid.serving.parsers import style_of
+from megatron_hybrid.serving.parsers.choice import style_of
 from megatron_hybrid.serving.request_mapping import guide_of, sampling_params
 from megatron_hybrid.serving.request_middleware import Origins
 from megatron_hybrid.text.tokenizer import Tokenizer

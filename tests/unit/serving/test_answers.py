@@ -10,7 +10,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from megatron_hybrid.serving.answers import Answer, GrowingChoice
 from megatron_hybrid.serving.fields import ChatFields, CompletionFields
-from megatron_hybrid.serving.parsers import style_of
+from megatron_hybrid.serving.parsers.choice import style_of
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 

@@ -7,7 +7,8 @@ from guided import accepts
 from model_answers import function
 
 from megatron_hybrid.serving.fields import ChatFields
-from megatron_hybrid.serving.parsers import ToolCall, style_of
+from megatron_hybrid.serving.parsers.choice import style_of
+from megatron_hybrid.serving.parsers.dialect import ToolCall
 from megatron_hybrid.serving.request_mapping import guide_of
 
 EDIT = function(

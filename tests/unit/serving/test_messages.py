@@ -11,7 +11,7 @@ from megatron_hybrid.serving.answers import Answer
 from megatron_hybrid.serving.app import rename_error_fields
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.messages import MessageAnswer, MessageFields
-from megatron_hybrid.serving.parsers import style_of
+from megatron_hybrid.serving.parsers.choice import style_of
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_folder(DEMO)

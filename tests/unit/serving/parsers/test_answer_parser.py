@@ -14,7 +14,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from model_answers import CALL, TOOLS, function
 
-from megatron_hybrid.serving.parsers import TOOL_PARSERS, Content, Reasoning, ToolCall, style_of
+from megatron_hybrid.serving.parsers.choice import TOOL_PARSERS, style_of
+from megatron_hybrid.serving.parsers.dialect import Content, Reasoning, ToolCall
 
 EXAMPLES = int(os.environ.get("PARSER_EXAMPLES", "40"))
 """Of each property; `make soak` asks for more."""

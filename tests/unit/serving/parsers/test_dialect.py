@@ -5,7 +5,8 @@ import json
 import pytest
 from call_behaviours import MISSES, PAGE, ROWS, TOOLS, WAYS, page
 
-from megatron_hybrid.serving.parsers import TOOL_PARSERS, Content, Reasoning, ToolCall, style_of
+from megatron_hybrid.serving.parsers.choice import TOOL_PARSERS, style_of
+from megatron_hybrid.serving.parsers.dialect import Content, Reasoning, ToolCall
 
 
 def read(row, texts):
