@@ -215,17 +215,6 @@ def test_items_of_a_response_may_have_refusals_and_not_reasoning_alone(call):
     assert error["param"] == "input" and "reasoning alone" in error["message"]
 
 
-@ROUTES
-def test_null_is_a_field_that_is_left_out(call, route):
-    kinds = {CHAT: fields.ChatFields, COMPLETION: fields.CompletionFields}
-    kind = kinds.get(route, responses.ResponseFields)
-    names = [name for name, field in kind.model_fields.items() if not field.is_required()]
-    nulls = dict.fromkeys((*names, *kind.refused()))
-    limit = {"max_output_tokens": 2} if route == RESPONSE else {"max_tokens": 2}
-    call.generated(route, **{**nulls, **limit})
-    jsonschema.validate({**BODIES[route], **nulls}, kind.model_json_schema())
-
-
 KINDS = {
     CHAT: fields.ChatFields,
     COMPLETION: fields.CompletionFields,

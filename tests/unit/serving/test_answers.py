@@ -13,21 +13,18 @@ from megatron_hybrid.serving.fields import ChatFields, CompletionFields
 from megatron_hybrid.serving.parsers.choice import style_of
 from megatron_hybrid.text.tokenizer import Tokenizer
 
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer.from_folder(DEMO)
+TOKENIZER = Tokenizer.from_folder(DEMO)
 
 
-def answer_of(tokenizer, **options):
+def answer_of(**options):
     messages = [{"role": "user", "content": "?"}]
     fields = ChatFields(messages=messages, tools=TOOLS, **options)
-    return Answer(tokenizer, fields, "chatcmpl-1", "demo", style_of("<think>"))
+    return Answer(TOKENIZER, fields, "chatcmpl-1", "demo", style_of("<think>"))
 
 
-def test_a_tool_call_is_openai_s(tokenizer):
+def test_a_tool_call_is_openai_s():
     text = f"<think>well</think>Let me see.\n{CALL}"
-    found = answer_of(tokenizer).whole([result_of(text, "stop")])
+    found = answer_of().whole([result_of(text, "stop")])
     choice = ChatCompletion.model_validate(found).choices[0]
     assert choice.finish_reason == "tool_calls"
     (call,) = choice.message.tool_calls
@@ -42,31 +39,31 @@ def test_a_tool_call_is_openai_s(tokenizer):
     ("text", "reason", "expected"),
     [("no call", "stop", "stop"), (CALL, "length", "length"), (CALL, "stop", "tool_calls")],
 )
-def test_the_finish_reason_tells_of_calls(tokenizer, text, reason, expected):
-    (choice,) = answer_of(tokenizer).whole([result_of(text, reason)])["choices"]
+def test_the_finish_reason_tells_of_calls(text, reason, expected):
+    (choice,) = answer_of().whole([result_of(text, reason)])["choices"]
     assert choice["finish_reason"] == expected
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
-def test_log_probabilities_are_finite(tokenizer, is_chat):
+def test_log_probabilities_are_finite(is_chat):
     """Where a token cannot be drawn, its own is minus infinity."""
-    answer = answer_of(tokenizer, logprobs=True, top_logprobs=1)
+    answer = answer_of(logprobs=True, top_logprobs=1)
     if not is_chat:
         fields = CompletionFields(prompt="?", logprobs=1)
-        answer = Answer(tokenizer, fields, "cmpl-1", "demo")
+        answer = Answer(TOKENIZER, fields, "cmpl-1", "demo")
     values = [-inf if is_chat else None, -0.5]
     found = answer.logprobs([5, 6], values, [{7: -inf}, {8: -1.0}], 0)
     assert "Infinity" not in json.dumps(found) and "-9999.0" in json.dumps(found)
 
 
-def test_without_a_choice_of_tools_calls_are_content(tokenizer):
-    (choice,) = answer_of(tokenizer, tool_choice="none").whole([result_of(CALL, "stop")])["choices"]
+def test_without_a_choice_of_tools_calls_are_content():
+    (choice,) = answer_of(tool_choice="none").whole([result_of(CALL, "stop")])["choices"]
     assert choice["message"]["content"] == CALL and "tool_calls" not in choice["message"]
 
 
-def test_a_stream_has_the_same_parts(tokenizer):
+def test_a_stream_has_the_same_parts():
     text = f"<think>well</think>Let me see.\n{CALL}"
-    choice = GrowingChoice(answer_of(tokenizer), 0, 0)
+    choice = GrowingChoice(answer_of(), 0, 0)
     chunks = []
     for letter in text:
         chunks += said_in(choice.add(output_of(letter)))
