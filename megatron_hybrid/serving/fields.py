@@ -31,8 +31,7 @@ from megatron_hybrid.inference.sampling_params import (
 )
 from megatron_hybrid.serving.changes import IMAGE_LEFT_OUT
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
-from megatron_hybrid.text.chat_messages import OF_TEMPLATE, PART_TYPES
-from megatron_hybrid.text.chat_template import TextTooLongError
+from megatron_hybrid.text.chat_template import OF_TEMPLATE, PART_TYPES, TextTooLongError
 from megatron_hybrid.utils.field_help import fields_help
 from megatron_hybrid.utils.other_names import REQUEST, advice, names_in_requests
 from megatron_hybrid.utils.validation import Range

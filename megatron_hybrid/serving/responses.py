@@ -32,7 +32,7 @@ from megatron_hybrid.serving.fields import (
     refuse_unsupported,
 )
 from megatron_hybrid.serving.parsers.dialect import Reasoning, ToolCall
-from megatron_hybrid.text.chat_messages import PART_TYPES
+from megatron_hybrid.text.chat_template import PART_TYPES
 
 HOSTED = (
     *("apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search"),

@@ -10,12 +10,12 @@ from typing import Any
 
 from jinja2 import nodes
 
-from megatron_hybrid.text.chat_messages import Message
 from megatron_hybrid.text.chat_template import (
     OTHER,
     ChatTemplate,
     Conversation,
     Generation,
+    Message,
     common_length,
     with_other_content,
 )

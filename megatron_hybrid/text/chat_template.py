@@ -18,13 +18,13 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from megatron_hybrid.text.chat_messages import (
-    Message,
-    check_messages,
-    part_text,
-    with_arguments,
-)
+from megatron_hybrid.utils.validation import json_value
 
+Message = Mapping[str, Any]
+PART_TYPES = ("text", "input_text", "output_text", "refusal")
+"""Types of the parts of a content that are texts."""
+OF_TEMPLATE = {"add_generation_prompt", "continue_final_message", "messages", "tokenize", "tools"}
+"""What `chat_template_kwargs` cannot change."""
 INSTRUCTING = ("system", "developer")
 """Roles of messages shared at the start of many conversations."""
 MAX_ROLES = 32
@@ -33,6 +33,26 @@ MAX_ROLES = 32
 
 OTHER = "\ufdd2"
 """A content that no text begins or ends with."""
+
+
+def check_messages(messages: Sequence) -> None:
+    """Raise TypeError or ValueError for messages that a template might render wrongly."""
+    for index, message in enumerate(messages):
+        place = f"message {index} of the chat"
+        if not isinstance(message, Mapping):
+            kind = type(message).__name__
+            raise TypeError(f"{place} is of type {kind}; each is a dict with 'role' and 'content'")
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not role:
+            raise ValueError(
+                f"{place} has the role {role!r}; it must say 'system', 'user', 'assistant', 'tool' "
+                "or what else the template knows"
+            )
+        if not isinstance(content, (str, list, type(None))):
+            kind = type(content).__name__
+            raise TypeError(f"{place} has content of type {kind}; it must be a str or a list")
+        if all(value is None for key, value in message.items() if key != "role"):
+            raise ValueError(f"{place} has no content: {dict(message)!r}")
 
 
 def common_length(first: Sequence, second: Sequence) -> int:
@@ -158,7 +178,7 @@ class ChatTemplate:
             role, content = message["role"], message.get("content")
             takes_parts, wants_part = self.forms_of(role)
             if isinstance(content, list):
-                texts = [part_text(index, part) for part in content]
+                texts = [_part_text(index, part) for part in content]
                 content = "\n".join(texts)
                 if takes_parts:
                     content = [{"type": "text", "text": text} for text in texts]
@@ -170,7 +190,7 @@ class ChatTemplate:
                 if not isinstance(calls, list):
                     raise ValueError(f"message {index} of the chat has tool_calls that are no list")
                 message["tool_calls"] = [
-                    with_arguments(f"call {n} of message {index}", call, self.takes_argument_texts)
+                    _with_arguments(f"call {n} of message {index}", call, self.takes_argument_texts)
                     for n, call in enumerate(calls)
                 ]
             # Three names for the same. Templates read the first, GPT-OSS the second.
@@ -293,6 +313,46 @@ class Conversation:
             raise TypeError(
                 f"messages, tools and variables must be JSON values: {error}"
             ) from error
+
+
+def _part_text(index: int, part: Any) -> str:
+    """Return the text of a part of a message's content."""
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    text = part.get("refusal" if kind == "refusal" else "text") if kind in PART_TYPES else None
+    if not isinstance(text, str):
+        raise ValueError(
+            f"message {index} of the chat has a part that is no text, {part!r:.80}: give "
+            '{"type": "text", "text": ...} alone'
+        )
+    return text
+
+
+def _with_arguments(place: str, call: Any, as_text: bool) -> dict[str, Any]:
+    """Return a tool call whose arguments are an object, or the JSON of one. place: of it, for
+    errors."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise ValueError(f"{place} of the chat has no function")
+    if not isinstance(function.get("name"), str):
+        raise ValueError(f"{place} of the chat has a name that is no text")
+    given = function.get("arguments")
+    arguments, why = given or {}, ""
+    if isinstance(arguments, str):
+        try:
+            arguments = json_value(arguments)
+        except ValueError as error:
+            why = f": {error}"
+    if not isinstance(arguments, Mapping):
+        name = f"{function.get('name')!r:.80}"
+        raise ValueError(
+            f"the arguments of {place} of the chat, of {name}, cannot be read as a JSON object{why}"
+            f". Send those of the answer: {given!r:.80}"
+        )
+    if as_text:
+        arguments = given if isinstance(given, str) and given else json.dumps(arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def with_other_content(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatron_hybrid.text.answer_spans import Answer, TrainOn
-from megatron_hybrid.text.chat_messages import OF_TEMPLATE
-from megatron_hybrid.text.chat_template import ChatTemplate, common_length
+from megatron_hybrid.text.chat_template import OF_TEMPLATE, ChatTemplate, common_length
 from megatron_hybrid.text.document_files import BY_KEY, BrokenRecordError, Chunk
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.utils.child_lifetime import end_with_parent

@@ -21,8 +21,12 @@ from typing import Any
 import tokenizers
 
 from megatron_hybrid.text.answer_spans import Answer, TrainOn, render_with_answers, text_after
-from megatron_hybrid.text.chat_messages import Message
-from megatron_hybrid.text.chat_template import ChatTemplate, TextTooLongError, common_length
+from megatron_hybrid.text.chat_template import (
+    ChatTemplate,
+    Message,
+    TextTooLongError,
+    common_length,
+)
 from megatron_hybrid.text.tokenizer_files import (
     CHAT_TEMPLATE_FILE,
     TOKENIZER_CONFIG_FILE,

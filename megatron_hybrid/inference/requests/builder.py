@@ -14,7 +14,7 @@ from megatron_hybrid.inference.requests.options import LoadedAdapter, RequestOpt
 from megatron_hybrid.inference.requests.request import Request, RequestSpec, ThoughtMeter, bits_of
 from megatron_hybrid.inference.sampling_params import SamplingParams, model_defaults
 from megatron_hybrid.inference.worker.adapter_bank import AdapterBank
-from megatron_hybrid.text.chat_messages import check_messages
+from megatron_hybrid.text.chat_template import check_messages
 from megatron_hybrid.text.guide import Guide, GuideCompiler
 from megatron_hybrid.utils.validation import check_field, check_text, is_int, takes_argument
 

@@ -8,7 +8,6 @@ from megatron_hybrid.serving.parsers import (
     gemma,
     harmony,
     json_dialects,
-    mistral,
     pythonic,
     tagged_parameters,
 )
@@ -38,8 +37,8 @@ TOOL_PARSERS: dict[str, Dialect] = {
     "llama4_pythonic": pythonic.LLAMA4_PYTHONIC,
     "minimax_m1": json_dialects.MINIMAX_M1,
     "minimax_m2": tagged_parameters.MINIMAX_M2,
-    "mistral": mistral.MISTRAL,
-    "mistral_names": mistral.MISTRAL_NAMES,
+    "mistral": json_dialects.MISTRAL,
+    "mistral_names": json_dialects.MISTRAL_NAMES,
     "nemotron_json": json_dialects.NEMOTRON_JSON,
     "olmo3": pythonic.OLMO3,
     "openai": harmony.OPENAI,
