@@ -72,8 +72,7 @@ from megatron_hybrid.serving.json_response import to_cpu_thread
 from megatron_hybrid.serving.parsers.choice import shown_tool_parser
 from megatron_hybrid.serving.request_mapping import request_options
 from megatron_hybrid.serving.run import follow, freeze_objects, run, running_service
-from megatron_hybrid.serving.service import STEP_SECONDS, Service, run_steps
-from megatron_hybrid.serving.shutdown import Shutdown
+from megatron_hybrid.serving.service import STEP_SECONDS, Service, Shutdown, run_steps
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.utils.child_lifetime import EndSignal
 
