@@ -7,7 +7,7 @@ import time
 from itertools import pairwise
 
 import pytest
-from call_behaviours import NONE, NOW, PUT, SEP, TAGGED, WAYS
+from call_behaviours import MISSES, NONE, NOW, PAGE, PUT, ROWS, SEP, TAGGED, WAYS, page
 from call_behaviours import TOOLS as CALLED
 from dialects import NAMES, WITH_TEXT, message_of, template, turn
 from hypothesis import assume, given, settings
@@ -34,7 +34,32 @@ def parts(name, texts, tools=TOOLS, reasoning="qwen3", **options):
     }
     calls = [part for part in found if isinstance(part, ToolCall)]
     assert [call.index for call in calls] == list(range(parser.num_calls))
+    assert len({call.id for call in calls}) == len(calls)
     return said[Reasoning], said[Content], [(c.name, json.loads(c.arguments)) for c in calls]
+
+
+@pytest.mark.parametrize("dialect", sorted({row.dialect for row in ROWS}))
+def test_what_is_a_call_and_what_content_is_the_same_in_all_dialects(dialect):
+    wrong = []
+    for row in [*ROWS, *MISSES]:
+        if row.dialect == dialect:
+            right = row.reasoning.strip(), row.content.strip(), row.calls
+            for texts in ([row.text], list(row.text)):
+                *said, calls = parts(dialect, texts, CALLED, is_thinking=row.thinks)
+                if (got := (*map(str.strip, said), calls)) != right:
+                    wrong.append((row.behaviour, len(texts), row.text, got, right))
+    assert not wrong
+
+
+def test_each_dialect_has_its_rows():
+    """Harmony, of which a call is a message, has its own."""
+    shown = [TOOL_PARSERS[name] for name in (*WAYS, "openai")]
+    assert all(any(dialect is each for each in shown) for dialect in TOOL_PARSERS.values())
+
+
+def test_the_page_shows_all_rows():
+    assert len(ROWS) >= 300
+    assert PAGE.read_text(encoding="utf-8") == page()
 
 
 def cut(text, data):
