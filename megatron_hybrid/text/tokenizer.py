@@ -63,7 +63,7 @@ _BYTE_OF = {
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 END_OF_TEXT = "<|endoftext|>"
-"""Of tokenizers that are trained here."""
+"""The end token of tokenizers that are trained here."""
 
 
 @names_arguments()
