@@ -70,17 +70,6 @@ class Progress(IntEnum):
     """A record is damaged, or was never written."""
 
 
-@dataclass
-class FetchStats:
-    """Counters since the engine was made."""
-
-    fetches: int = 0
-    fetched_tokens: int = 0
-    """Prompt tokens not computed because a tier had them."""
-    fetches_failed: int = 0
-    """Fetches that were damaged or unreadable."""
-
-
 @dataclass(eq=False)
 class Fetch:
     """A copy of a part of a prompt from a tier into the pool."""
@@ -160,7 +149,8 @@ class Fetches:
 
     def __init__(self, cache: PrefixCache, tiers: list[Tier], keys: RecentKeys, mover: PageMover):
         self.tiers = tiers
-        self.stats = FetchStats()
+        self.counts = dict.fromkeys(("fetches", "fetched_tokens", "fetches_failed"), 0)
+        """Counters since the engine was made."""
         self.read_bytes = 0
         """Bytes of host memory that were read and are not in the pool yet."""
         self._cache = cache
@@ -253,7 +243,7 @@ class Fetches:
         if fetch.has_failed:
             return 0
         tokens = max(0, min(skipped_tokens, fetch.position) - fetch.skipped_before)
-        self.stats.fetched_tokens += tokens
+        self.counts["fetched_tokens"] += tokens
         return tokens
 
     def read(self, fetch: Fetch, *, is_first: bool) -> None:
@@ -386,7 +376,7 @@ class Fetches:
         if fetch.is_over:
             return
         fetch.tier.count_use(fetch.record)
-        self.stats.fetches += 1
+        self.counts["fetches"] += 1
         self._end(fetch, FetchState.DONE)
 
     @contextmanager
@@ -406,7 +396,7 @@ class Fetches:
         """End a failed fetch; its prompt is computed. retries_later: no new fetch of its record for
         `RETRY_SECONDS`."""
         self._end(fetch, FetchState.FAILED)
-        self.stats.fetches_failed += 1
+        self.counts["fetches_failed"] += 1
         if retries_later:
             now = self._now
             still = {key: until for key, until in self._unreadable_until.items() if until > now}

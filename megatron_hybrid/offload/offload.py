@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -171,7 +171,7 @@ class Offload(CacheListener):
             held[f"{name}_bytes"] = tier.used_bytes if tier else 0
             held[f"{name}_states"] = tier.num_states if tier else 0
             held[f"{name}_kv_blocks"] = tier.num_blocks if tier else 0
-        return {**asdict(self.fetches.stats), **held, **self._tier_counts()}
+        return {**self.fetches.counts, **held, **self._tier_counts()}
 
     def _tier_counts(self) -> dict[str, int]:
         """Return counters of the tiers since the start; also after `close`."""

@@ -41,10 +41,6 @@ class PrefixKeys:
         """int32 [L]."""
         return np.frombuffer(self._bytes, dtype="<i4")
 
-    def take_over(self, other: PrefixKeys, num_tokens: int) -> None:
-        """Copy the keys of another sequence with the same first num_tokens tokens."""
-        self._chain = other._chain[: 1 + 4 * num_tokens // self._block_bytes]
-
     def block(self, index: int) -> bytes:
         """Return the key of block `index`, which must be full: a hash of the first (index + 1) * B
         tokens."""
@@ -92,7 +88,7 @@ class RecentKeys:
                 if shared > common:
                     best, common = other, shared
         if best is not None:
-            keys.take_over(best, common)
+            keys._chain = best._chain[: 1 + common // self._size]
             if common == min(best.num_tokens, keys.num_tokens):  # keep only the longer one
                 self._recent.remove(best)
                 if common < best.num_tokens:

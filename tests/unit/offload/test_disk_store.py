@@ -413,25 +413,18 @@ def test_a_path_that_is_no_folder(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["index.sqlite3", "pages.bin", "index.sqlite3-wal"])
-def test_a_folder_in_the_place_of_a_file(filled, name):
-    (filled / name).unlink(missing_ok=True)
-    (filled / name).mkdir()
-    with pytest.raises(CacheFolderError, match=f"{name} is no file"):
-        open_tier(filled)
-
-
-@pytest.mark.parametrize("name", ["index.sqlite3", "pages.bin", "index.sqlite3-wal"])
-@pytest.mark.parametrize("exists", [True, False])
-def test_a_link_in_the_place_of_a_file(filled, tmp_path, name, exists):
-    thesis = tmp_path / "thesis.tex"
-    if exists:
+@pytest.mark.parametrize("what", ["a folder", "a link", "a link to nothing"])
+def test_what_is_in_the_place_of_a_file_is_refused(filled, tmp_path, name, what):
+    thesis, place = tmp_path / "thesis.tex", filled / name
+    if what == "a link":
         thesis.write_text("years of work")
-    (filled / name).unlink(missing_ok=True)
-    (filled / name).symlink_to(thesis)
-    with pytest.raises(CacheFolderError, match=f"{name} is a link"):
+    place.unlink(missing_ok=True)
+    place.mkdir() if what == "a folder" else place.symlink_to(thesis)
+    told = "no file" if what == "a folder" else "a link"
+    with pytest.raises(CacheFolderError, match=f"{name} is {told}"):
         open_tier(filled)
-    assert not exists or thesis.read_text() == "years of work"
-    assert thesis.exists() == exists
+    assert thesis.exists() == (what == "a link")
+    assert not thesis.exists() or thesis.read_text() == "years of work"
 
 
 def test_the_folder_may_be_a_link(filled, tmp_path):
