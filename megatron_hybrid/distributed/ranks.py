@@ -3,7 +3,9 @@
 Every rank runs the same scheduler over the same requests, so most decisions need no message. What
 follows makes inputs equal that could differ, and exchanges what one machine alone finds out. All
 values are small and in host memory. They travel over sockets between the first rank and each other
-one: that needs no process group of its own, and a rank may wait for the first one without limit.
+one: that needs no process group of its own, a rank may wait for the first one without limit, and
+another thread can end its wait. In torch 2.13 nothing ends the wait in a collective of gloo, which
+takes 25 times as long; torch's store takes 3 to 9 times as long, and tells of no rank that ended.
 """
 
 import os
