@@ -50,9 +50,8 @@ class PageMover:
         return ids.to(self._words.device, non_blocking=True)
 
     def to_host(self, page_lists: list[np.ndarray]) -> list[HostPages]:
-        """Copy the pages of each list (int32 [n]); the pages may be overwritten at once."""
-        if not page_lists:
-            return []
+        """Copy the pages of each list (int32 [n]), at least one; the pages may be overwritten at
+        once."""
         # One tensor per list: an evicted record frees its bytes independently of others.
         if not self._on_cuda:
             copies = [self._words.index_select(0, self._ids(pages)) for pages in page_lists]

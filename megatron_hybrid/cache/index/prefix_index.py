@@ -342,8 +342,6 @@ class PrefixIndex:
         self, checkpoint: Checkpoint, pages: np.ndarray, local_pages: Sequence[np.ndarray]
     ) -> None:
         """Store the state of a checkpoint that has none."""
-        if checkpoint.pages is not None:
-            raise RuntimeError(f"there is a checkpoint at position {checkpoint.position} already")
         for held in (pages, *local_pages):
             self._allocator.cache(held)
         checkpoint.pages, checkpoint.local_pages = pages, local_pages
@@ -378,13 +376,9 @@ class PrefixIndex:
             edge = edge.parent
 
     def drop_kv(self, edge: Edge, new_end: int) -> None:
-        """Release the KV of a held leaf beyond new_end, and the states there; all of its KV if
-        new_end is not beyond its start. The tokens stay known."""
-        if not edge.is_held_leaf():
-            raise RuntimeError("drop_kv of an edge that is no leaf with KV")
+        """Release the KV of a held leaf beyond new_end, where no state is; all of its KV if new_end
+        is not beyond its start. The tokens stay known."""
         new_end = max(new_end, edge.start)
-        for position in edge.stored[bisect_right(edge.stored, new_end) :]:
-            self.drop_checkpoint(edge.checkpoints[position])
         rows = edge.pages(self._block_size)
         end = -(-new_end // self._block_size) if new_end > edge.start else edge.first_block
         kept = rows[: end - edge.first_block].copy()

@@ -314,19 +314,6 @@ def test_a_split_announces_the_tail_that_it_makes(tree):
 # ---- the whole ----
 
 
-def test_misuse_is_refused():
-    tree = forked()
-    upper = tree.walk(counting(20)).edges[0]
-    with pytest.raises(RuntimeError, match="no leaf with KV"):
-        tree.index.drop_kv(upper, 0)
-    tree.drop(LEFT, 0)
-    with pytest.raises(RuntimeError, match="no leaf with KV"):
-        tree.drop(LEFT, 0)
-    point = tree.save(counting(20))
-    with pytest.raises(RuntimeError, match="checkpoint at position 20 already"):
-        tree.index.store(point, point.pages, [])
-
-
 def test_clear_gives_everything_back():
     tree = forked()
     point = tree.save(counting(20))
