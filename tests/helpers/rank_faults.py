@@ -21,15 +21,14 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from megatron.core import parallel_state
 from rank_processes import join_ranks, rank_context
 from reference import greedy, random_tokens, tiny_model
+from split_models import load
 
-from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
+from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.memory.cache_pool import CachePool
-from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
 RANKS = 3
 PATTERN = "M*|S-|W*"
@@ -93,9 +92,7 @@ class Job:
 
     def run(self) -> None:
         join_ranks(self.rank, RANKS, f"{self.name}.rendezvous")
-        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
-        model = build_hybrid_model(read_config(self.folder, pipeline_model_parallel_size=RANKS))
-        load_checkpoint(model, self.folder)
+        model = load(self.folder, pipeline_model_parallel_size=RANKS)
         steps = iter(range(10**9))
         names = {0: "first step", 20: "decode"}
         model.eval().register_forward_pre_hook(lambda *_: self.at(names.get(next(steps), "")))

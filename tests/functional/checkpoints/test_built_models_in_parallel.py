@@ -5,7 +5,7 @@ import stock_megatron
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from rank_processes import join_ranks, run_ranks
+from rank_processes import on_ranks
 
 import megatron_hybrid as mh
 
@@ -97,8 +97,7 @@ def one_group_error():
         return str(error)
 
 
-def run_rank(rank, folder):
-    join_ranks(rank, RANKS, f"{folder}/rendezvous")
+def run_all(folder):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
     given = {}
     for name, (pattern, fields) in MODELS.items():
@@ -114,20 +113,17 @@ def run_rank(rank, folder):
         mh.save_checkpoint(served, f"{folder}/{name}")
         given[name] = expected, logits, answers
     given["one group"] = one_group_error()
-    given["stages"] = serve_stage(rank, folder)
+    given["stages"] = serve_stage(dist.get_rank(), folder)
     for dispatcher in DISPATCHERS:
-        given[dispatcher] = serve_experts(rank, dispatcher, folder)
-    torch.save(given, f"{folder}/rank{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+        given[dispatcher] = serve_experts(dist.get_rank(), dispatcher, folder)
+    return given
 
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
     """Folder of the checkpoints, and by model what both ranks computed."""
-    folder = str(tmp_path_factory.mktemp("ranks"))
-    run_ranks(run_rank, (folder,), RANKS)
-    ranks = [torch.load(f"{folder}/rank{rank}.pt") for rank in range(RANKS)]
+    folder = tmp_path_factory.mktemp("ranks")
+    ranks = on_ranks(run_all, RANKS, folder, folder)
     return folder, {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 

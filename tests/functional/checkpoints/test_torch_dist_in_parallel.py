@@ -7,7 +7,7 @@ import torch.distributed as dist
 from matrix import asked, matrix_rows
 from megatron.core import parallel_state
 from megatron_folders import PATTERN_ARGUMENT, load_folder, megatron_args, save_folder
-from rank_processes import join_ranks, run_ranks
+from rank_processes import on_ranks
 
 import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.model_tensors import full_state_dict
@@ -53,8 +53,8 @@ def args_of(pattern, fields):
     return megatron_args(**args, **({} if pattern is None else {PATTERN_ARGUMENT: pattern}))
 
 
-def run_rank(rank, folder, names):
-    join_ranks(rank, RANKS, f"{folder}/rendezvous")
+def read_all(folder, names):
+    found = {}
     for name in names:
         pattern, fields, sizes = LAYOUTS[name]
         tp, pp, ep = sizes
@@ -71,24 +71,20 @@ def run_rank(rank, folder, names):
             logits = model(TOKENS, runtime_gather_output=True)
         parallel_state.destroy_model_parallel()
         staged = mh.load_megatron(folder / name, pipeline_model_parallel_size=2)
-        state = full_state_dict(staged)
-        if rank == 0:
-            torch.save((logits, state), folder / f"{name}.pt")
-        dist.barrier()
-    dist.destroy_process_group()
+        found[name] = logits, full_state_dict(staged)
+    return found
 
 
 @pytest.fixture(scope="module")
-def folder(request, tmp_path_factory):
-    """The folders by layout, and beside each what two ranks of ours read from it."""
+def saved(request, tmp_path_factory):
+    """The folders by layout, and what two ranks of ours read from each."""
     path = tmp_path_factory.mktemp("ranks")
-    run_ranks(run_rank, (path, asked(request, "name", LAYOUTS)), RANKS)
-    return path
+    return path, on_ranks(read_all, RANKS, path, path, asked(request, "name", LAYOUTS))[0]
 
 
 @pytest.mark.parametrize("name", matrix_rows(LAYOUTS, "hybrid, TP 2, PP 2"))
-def test_every_layout_gives_core_s_own_numbers(folder, monkeypatch, name):
-    pattern, fields, _ = LAYOUTS[name]
+def test_every_layout_gives_core_s_own_numbers(saved, monkeypatch, name):
+    (folder, found), (pattern, fields, _) = saved, LAYOUTS[name]
     with stock_megatron.on_cpu(monkeypatch), torch.no_grad():
         stock = build(pattern, fields)
         load_folder(stock, folder / name / "iter_0000100")
@@ -97,7 +93,7 @@ def test_every_layout_gives_core_s_own_numbers(folder, monkeypatch, name):
     model = mh.load_megatron(folder / name)
     with torch.no_grad():
         whole = model(TOKENS)
-    split, state = torch.load(folder / f"{name}.pt")
+    split, state = found[name]
     torch.testing.assert_close(whole, expected, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(split, expected, atol=2e-5, rtol=1e-5)
     own = full_state_dict(model)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from huggingface import build
 from model_folders import rewrite
 from packed_folders import write_folders
-from rank_processes import join_ranks, run_ranks
+from rank_processes import on_ranks
 from reference import tiny_engine
 from safetensors.torch import load_file
 
@@ -57,11 +57,8 @@ def answers(folder: Path, **sizes) -> list:
     return found
 
 
-def run_rank(rank: int, folder: str, sizes: dict) -> None:
-    join_ranks(rank, 2, f"{folder}/rendezvous")
-    found = answers(Path(folder) / "packed", **sizes)
-    assert found == answers(Path(folder) / "plain", **sizes)
-    dist.destroy_process_group()
+def assert_same_answers(folder: Path, sizes: dict) -> None:
+    assert answers(folder / "packed", **sizes) == answers(folder / "plain", **sizes)
 
 
 @pytest.mark.matrix
@@ -74,7 +71,7 @@ def test_ranks_share_packed_weights(tmp_path, name, sizes):
     packed, _ = write_folders(
         source, folder, MODELS[name], config if name == "nemotron_h_moe" else None
     )
-    run_ranks(run_rank, (str(folder), sizes), 2)
+    on_ranks(assert_same_answers, 2, folder, folder, sizes)
     written, stored = (load_file(f / "model.safetensors") for f in (folder / "packed-back", packed))
     assert written.keys() == stored.keys()
     for name, tensor in stored.items():
@@ -93,15 +90,14 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
-def run_failures(rank: int, folder: Path) -> None:
-    join_ranks(rank, 2, f"{folder}/rendezvous")
-    sizes = {"tensor_model_parallel_size": 2}
+def run_failures(folder: Path) -> None:
+    sizes, given = {"tensor_model_parallel_size": 2}, ("new", "broken")[dist.get_rank()]
     for kind in ("plain", "packed"):
         model, _ = mh.load_pretrained(folder / "old" / kind, **sizes)
         before = held(model)
         for other in ("packed", "plain"):
             with pytest.raises(CheckpointError, match=r"not in .*, but the model has"):
-                load_checkpoint(model, folder / ("broken" if rank == 1 else "new") / other)
+                load_checkpoint(model, folder / given / other)
             assert_equal(held(model), before)
     new, _ = mh.load_pretrained(folder / "new" / "packed", **sizes)
     with tiny_engine(model) as engine:
@@ -109,7 +105,6 @@ def run_failures(rank: int, folder: Path) -> None:
         engine.receive_weights({"path": str(folder / "new" / "packed")})
         engine.finish_weight_update()
         assert_equal(held(model), held(new))
-    dist.destroy_process_group()
 
 
 @pytest.mark.matrix
@@ -121,11 +116,10 @@ def test_a_load_that_fails_on_one_rank_changes_no_rank(tmp_path):
         for folder in write_folders(source, tmp_path / kind, formats):
             if kind == "broken":
                 rewrite(folder, lambda t: _without(t, "model.norm.weight"))
-    run_ranks(run_failures, (tmp_path,), 2)
+    on_ranks(run_failures, 2, tmp_path, tmp_path)
 
 
-def run_stages(rank: int, folder: Path, words: dict[str, str]) -> None:
-    join_ranks(rank, 2, f"{folder}/rendezvous")
+def run_stages(folder: Path, words: dict[str, str]) -> None:
     for name, text in words.items():
         with pytest.raises(CheckpointError, match=text):
             mh.load_pretrained(folder / name, pipeline_model_parallel_size=2)
@@ -134,7 +128,6 @@ def run_stages(rank: int, folder: Path, words: dict[str, str]) -> None:
     with pytest.raises(CheckpointError, match=r"in .*ours-extra, but .* not have extra"):
         load_checkpoint(model, folder / "ours-extra")
     assert_equal(held(model), before)
-    dist.destroy_process_group()
 
 
 def test_stages_find_what_no_stage_has_and_what_is_nan(tmp_path):
@@ -154,7 +147,8 @@ def test_stages_find_what_no_stage_has_and_what_is_nan(tmp_path):
     for name, (change, _) in faults.items():
         rewrite(source, change, tmp_path / name)
     rewrite(tmp_path / "ours", lambda t: t | {"extra": vector}, tmp_path / "ours-extra")
-    run_ranks(run_stages, (tmp_path, {name: words for name, (_, words) in faults.items()}), 2)
+    words = {name: text for name, (_, text) in faults.items()}
+    on_ranks(run_stages, 2, tmp_path, tmp_path, words)
 
 
 def _without(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron_folders import load_folder
 from models_table import CALLS, TABLE, read_released, released_rows
 from packed_folders import write_folders
-from rank_processes import join_ranks, run_ranks
+from rank_processes import on_ranks
 from safetensors.torch import load_file
 from test_hub_configs import FOLDER
 from test_predictions import PROJECTIONS, RELEASED
@@ -145,19 +145,18 @@ def test_core_computes_what_transformers_does(converted):
     assert expected.std() > 0.3, "the model says too little to compare"
 
 
-def run_rank(rank, folder, names):
-    join_ranks(rank, 2, f"{folder}/rendezvous")
+def logits_of_ranks(folder, names):
     split = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
     parallel_state.initialize_model_parallel(2, **split)
+    found = {}
     for name in names:
         experts = {**split, "moe_token_dispatcher_type": "allgather"}
         experts = experts if DistributedTensors(folder / name).args.num_experts else {}
         own = logits_of_core(folder / name, tensor_model_parallel_size=2, **experts)
         parts = [torch.empty_like(own) for _ in range(2)]
         dist.all_gather(parts, own.contiguous())
-        if rank == 0:
-            torch.save(torch.cat(parts, -1), folder / f"{name}.pt")
-    dist.destroy_process_group()
+        found[name] = torch.cat(parts, -1)
+    return found
 
 
 @pytest.mark.matrix
@@ -165,10 +164,10 @@ def test_core_computes_the_same_over_two_ranks(tmp_path):
     for name in CHANGES:
         build_of(small(name)).save_pretrained(tmp_path / "theirs" / name)
         convert(tmp_path / "theirs" / name, tmp_path / name, "torch_dist")
-    run_ranks(run_rank, (tmp_path, list(CHANGES)), 2)
+    found, _ = on_ranks(logits_of_ranks, 2, tmp_path, tmp_path, list(CHANGES))
     for name in CHANGES:
-        found, expected = torch.load(tmp_path / f"{name}.pt"), logits_of_core(tmp_path / name)
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4, msg=name)
+        expected = logits_of_core(tmp_path / name)
+        torch.testing.assert_close(found[name], expected, atol=1e-4, rtol=1e-4, msg=name)
 
 
 def check_same(folders):

@@ -1,11 +1,8 @@
 """Every architecture over two ranks: answers, and what they skip, as on one."""
 
-from pathlib import Path
-
 import pytest
-import torch.distributed as dist
 from huggingface import build, kept_names
-from rank_processes import join_ranks, run_ranks
+from rank_processes import on_ranks
 from reference import greedy, tiny_engine
 
 import megatron_hybrid as mh
@@ -34,11 +31,9 @@ def answers(folder, **sizes):
     return found
 
 
-def run_rank(rank, folder, kind, expected):
-    join_ranks(rank, 2, f"{folder}/rendezvous")
+def assert_answers(folder, kind, expected):
     for name, each in expected.items():
-        assert answers(Path(folder) / name, **{f"{kind}_model_parallel_size": 2}) == each, name
-    dist.destroy_process_group()
+        assert answers(folder / name, **{f"{kind}_model_parallel_size": 2}) == each, name
 
 
 @pytest.mark.matrix
@@ -49,4 +44,4 @@ def test_each_architecture_answers_over_two_ranks_as_on_one(tmp_path, kind):
         build(name, **EVEN.get(name, {})).save_pretrained(tmp_path / name)
         expected[name] = answers(tmp_path / name)
         assert [skipped for _, skipped in expected[name]][::3] == [0, 0]
-    run_ranks(run_rank, (str(tmp_path), kind, expected), 2)
+    on_ranks(assert_answers, 2, tmp_path, tmp_path, kind, expected)

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from commands import free_port
 from matrix import asked, matrix_rows
-from megatron.core import parallel_state
 from rank_faults import frozen, killed, raising, stuck
 from rank_processes import join_ranks, on_ranks, rank_context
 from reference import greedy, is_greedy, random_tokens, tiny_model
+from split_models import load
 from waiting import LIMIT_S, wait_until
 
 from megatron_hybrid.checkpoints import pretrained
-from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
+from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.distributed import watchdog
 from megatron_hybrid.distributed.ranks import RankError
 from megatron_hybrid.inference import rank_checks
@@ -229,10 +229,7 @@ CASES = {
 
 
 def start(folder):
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
-    model = build_hybrid_model(read_config(folder, tensor_model_parallel_size=RANKS))
-    load_checkpoint(model, folder)
-    return model.eval()
+    return load(folder, tensor_model_parallel_size=RANKS).eval()
 
 
 def run_all(folder):

@@ -7,12 +7,12 @@ from matrix import asked, matrix_rows
 from megatron.core import parallel_state
 from rank_processes import on_ranks
 from reference import greedy, random_tokens, tiny_model
+from split_models import load
 
-from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
+from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.requests.options import RequestOptions
-from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
 pytestmark = pytest.mark.matrix
 
@@ -60,11 +60,7 @@ def run_all(folder, names):
     given = {}
     for name in names:
         _, layout, fields = MODELS[name]
-        sizes = {key: value for key, value in layout.items() if key.endswith("_size")}
-        parallel_state.initialize_model_parallel(**sizes)
-        model = build_hybrid_model(read_config(folder / name, **layout))
-        load_checkpoint(model, folder / name)
-        given[name] = answers(model.eval(), fields)
+        given[name] = answers(load(folder / name, **layout).eval(), fields)
         parallel_state.destroy_model_parallel()
     return given
 

@@ -4,17 +4,16 @@ answers as one rank does."""
 import asyncio
 
 import pytest
-import torch
 import torch.distributed as dist
 from door import LetterTokenizer, door_config, greedy_params
 from matrix import matrix_rows
 from megatron.core import parallel_state
-from rank_processes import join_ranks, run_ranks
+from rank_processes import on_ranks
 from reference import random_tokens, tiny_model
+from split_models import load
 
-from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
+from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.megatron import EngineState, MegatronAsyncLLM, MegatronLLM
-from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
 MODEL = dict(
     layer_pattern="M*E",
@@ -92,21 +91,17 @@ def refusals(model):
         return found
 
 
-def run_rank(rank, folder, layout):
-    join_ranks(rank, 2, f"{folder}/rendezvous")
-    model = build_hybrid_model(read_config(folder, **layout))
-    load_checkpoint(model, folder)
+def run_all(folder, layout):
+    model = load(folder, **layout)
     given = {work.__name__: work(model) for work in (sync_answers, async_answers, refusals)}
     parallel_state.destroy_model_parallel()
-    torch.save(given, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return given
 
 
 @pytest.mark.parametrize("layout", matrix_rows(LAYOUTS, "TP 2"))
 def test_the_primary_rank_answers_as_one_rank_and_others_wait(tmp_path, layout):
     save_checkpoint(tiny_model(**MODEL), tmp_path)
-    run_ranks(run_rank, (str(tmp_path), LAYOUTS[layout]), 2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    first, second = on_ranks(run_all, 2, tmp_path, tmp_path, LAYOUTS[layout])
     for work in (sync_answers, async_answers):
         assert first[work.__name__] == work(tiny_model(**MODEL))
     assert second["sync_answers"] is True

@@ -6,7 +6,6 @@ The weights come from one checkpoint that a single process wrote.
 
 import pytest
 import torch
-import torch.distributed as dist
 from matrix import asked, matrix_rows
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, apply_factories
@@ -14,7 +13,7 @@ from megatron.core.dist_checkpointing.validation import (
     determine_global_metadata,
     validate_sharding_integrity,
 )
-from rank_processes import join_ranks, run_ranks
+from rank_processes import on_ranks
 from reference import greedy
 from sharded_tensors import pieces
 from small_models import small_config
@@ -212,8 +211,7 @@ def run_sequence_parallel(folder, tp):
     return {**results, "answers": answers(model) if folder.name in SERVED else None}
 
 
-def worker(rank, folder, names):
-    join_ranks(rank, RANKS, f"{folder}/rendezvous")
+def run_all(folder, names):
     results = {}
     for name in names:
         tp = 2 if name in TWO_RANKS else RANKS
@@ -222,8 +220,7 @@ def worker(rank, folder, names):
         if name in SPLIT_ROWS:
             results[name]["sequence"] = run_sequence_parallel(folder / name, tp)
         parallel_state.destroy_model_parallel()
-    torch.save(results, folder / f"results{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -232,8 +229,7 @@ def outcomes(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("four")
     names = asked(request, "model", MODELS)
     single = {name: single_process(MODELS[name], folder / name) for name in names}
-    run_ranks(worker, (folder, names), RANKS)
-    ranks = [torch.load(folder / f"results{rank}.pt") for rank in range(RANKS)]
+    ranks = on_ranks(run_all, RANKS, folder, folder, names)
     return {name: (single[name], [rank[name] for rank in ranks], folder / name) for name in names}
 
 

@@ -5,7 +5,6 @@ lies in one of them alone, only its rank finds.
 """
 
 import io
-import json
 import os
 import re
 import sys
@@ -16,7 +15,7 @@ import pytest
 import torch
 import yaml
 from megatron.core import parallel_state
-from rank_processes import join_ranks, run_ranks
+from rank_processes import on_ranks
 from small_recipes import SIZES, small_recipe, write_small_text
 
 from megatron_hybrid import cli
@@ -94,10 +93,10 @@ def attempt(arguments: list[str], shared: Path) -> tuple[int, str]:
     return status, err.getvalue()
 
 
-def attempt_all(rank: int, shared: Path, machines: list[Path]) -> None:
-    """On each rank: its outcomes by name, into its folder. A rank that waits for ever is an error
-    of the other ones after two minutes."""
-    join_ranks(rank, RANKS, f"{shared}/rendezvous")
+def attempt_all(shared: Path, machines: list[Path]) -> dict[str, tuple]:
+    """A rank's outcomes by name. A rank that waits for ever is an error of the other ones after two
+    minutes."""
+    rank = torch.distributed.get_rank()
     os.chdir(machines[rank])
     steps = []
 
@@ -114,8 +113,7 @@ def attempt_all(rank: int, shared: Path, machines: list[Path]) -> None:
         found[name] = attempt(arguments, shared)
     assert len(steps) == 2, "a bad run has made a step"
     found["export"] = attempt(["--folder", "{shared}/full"], shared)
-    Path("outcomes.json").write_text(json.dumps(found))
-    torch.distributed.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +139,7 @@ def outcomes(tmp_path_factory):
     save_checkpoint(model, machines[0] / "mine")
     write_small_text(machines[0] / "mine" / "text")
     (machines[1] / "half" / "model.safetensors").unlink()
-    run_ranks(attempt_all, (shared, machines), RANKS)
-    return [json.loads((machine / "outcomes.json").read_text()) for machine in machines]
+    return on_ranks(attempt_all, RANKS, shared, shared, machines)
 
 
 def messages(outcomes, name):
