@@ -467,17 +467,13 @@ class DynamicInferenceContext:
         o_THr = paged_attention(q_THr, pages, values, block_table, self._layout, pattern)
         return heads.values(o_THr)
 
-    def append_key_value_cache(self, layer_number: int, key: Tensor, value: Tensor | None) -> None:
-        """Store K [T padded, 1, K, D] (after RoPE) and V [T padded, 1, K, P] of the step's tokens.
+    def _keep(self, layer_number: int, k_TKD: Tensor, v_TKP: Tensor | None) -> None:
+        """Store K [T padded, K, D] (after RoPE) and V [T padded, K, P] of the step's tokens.
 
         Raises:
             ValueError: values for a layer without (`KVShape.value_dim` 0), or None for one with
                 values.
         """
-        self._keep(layer_number, key[:, 0], None if value is None else value[:, 0])
-
-    def _keep(self, layer_number: int, k_TKD: Tensor, v_TKP: Tensor | None) -> None:
-        """`append_key_value_cache` without the second dimension."""
         key_pages, value_pages = self.memory.kv_pages(layer_number)
         if (v_TKP is None) != (value_pages.shape[-1] == 0):
             raise ValueError(

@@ -93,21 +93,6 @@ class CudaGraph:
             step()
 
 
-class Rooms:
-    """Memory between the pieces of graphs, of the same addresses in all of them."""
-
-    def __init__(self) -> None:
-        self._rooms: dict[tuple, Tensor] = {}
-
-    def of(self, place: int, rows: Tensor) -> Tensor:
-        """Room for rows `[T, ...]` of an op's input, or of its output, place -1. Those of the most
-        rows come first."""
-        key = place, rows.shape[1:], rows.dtype
-        if key not in self._rooms:
-            self._rooms[key] = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        return self._rooms[key][: len(rows)]
-
-
 class Pieces:
     """Records a function as a graph in pieces: between them are the ops over sequences.
 
@@ -115,11 +100,12 @@ class Pieces:
 
     Args:
         live: their inputs that are others in a replay.
-        rooms: of all graphs.
+        rooms: memory between the pieces, by what it is for: one for all graphs, which has the same
+            addresses in all of them. The graph of the most rows comes first.
         agree: called before anything is launched: raises RuntimeError if another rank cannot.
     """
 
-    def __init__(self, live: Live, rooms: Rooms, agree: Callable[[], None]):
+    def __init__(self, live: Live, rooms: dict[tuple, Tensor], agree: Callable[[], None]):
         self._live, self._rooms, self._agree = live, rooms, agree
 
     @contextmanager
@@ -142,11 +128,11 @@ class Pieces:
         graph, staged = self._graph, list(inputs)
         for place in op.flat_inputs:
             if (rows := inputs[place]) is not None:
-                staged[place] = self._rooms.of(place, rows).copy_(rows)
+                staged[place] = self._room(place, rows).copy_(rows)
 
         def serve() -> Tensor:
             found = op.serve(*map(self._live.now, staged))
-            return self._rooms.of(-1, found).copy_(found)
+            return self._room(-1, found).copy_(found)
 
         if graph.open_piece is None:
             return serve().clone()
@@ -157,6 +143,13 @@ class Pieces:
         graph.steps.append(serve)
         graph.begin_piece()
         return output.clone()
+
+    def _room(self, place: int, rows: Tensor) -> Tensor:
+        """Room for rows `[T, ...]` of an op's input, or of its output, place -1."""
+        key = place, rows.shape[1:], rows.dtype
+        if key not in self._rooms:
+            self._rooms[key] = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        return self._rooms[key][: len(rows)]
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from megatron_hybrid.inference.memory.budget import layer_widths, step_bytes
 from megatron_hybrid.inference.scheduling.step_plan import StepPlan
 from megatron_hybrid.inference.weights.change_detector import unrecorded_calls
 from megatron_hybrid.inference.worker.context import DynamicInferenceContext
-from megatron_hybrid.inference.worker.cuda_graph import CAPTURES, CudaGraph, Pieces, Rooms
+from megatron_hybrid.inference.worker.cuda_graph import CAPTURES, CudaGraph, Pieces
 from megatron_hybrid.models.hybrid_model import HybridModel, has_foreign_layers
 from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
 from megatron_hybrid.ops.to_device import to_device
@@ -146,7 +146,7 @@ class GraphRunner:
         splits_rows = model.config.sequence_parallel
         has_none = context.prediction is not None or splits_rows or has_foreign_layers(model)
         self._in_pieces = [] if has_none else in_pieces
-        self._rooms = Rooms()
+        self._rooms: dict[tuple, Tensor] = {}  # see `Pieces`
         self._has_head = context.prediction is not None and not any(
             layer.states for layer in model.prediction_requirements()
         )
@@ -179,7 +179,7 @@ class GraphRunner:
         self._graphs.clear()
         self._context.forget_layouts()
         self._pool, self._logits, self._hidden, self._read = None, None, None, []
-        self._rooms = Rooms()
+        self._rooms = {}
 
     def hold(self) -> bool:
         """Return whether all ranks have graphs that read the model as it is, whatever its weights

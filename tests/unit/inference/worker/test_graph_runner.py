@@ -108,7 +108,7 @@ def test_prompts_in_pieces_have_the_bits_of_launched_ones(pattern):
     assert replayed == plain and max(skipped for *_, skipped in replayed) >= 49
     in_pieces = [each["padded_to"] for each in launched if each.get("padded_to")]
     assert sorted(set(in_pieces)) == [16, 40, 80]
-    assert len({key[0] for key in runner.graphs._rooms._rooms}) <= 8  # of all layers
+    assert len({key[0] for key in runner.graphs._rooms}) <= 8  # of all layers
 
 
 def test_steps_with_drafts_beyond_the_budget_of_a_graph_are_launched():
