@@ -13,8 +13,7 @@ step costs almost all, and whether to draft is one choice for all decodes togeth
 from bisect import bisect_left
 from collections.abc import Collection
 from dataclasses import dataclass
-
-import numpy as np
+from itertools import pairwise
 
 FIRST_ACCEPTANCE = 0.7
 """Acceptance assumed of a request without drafts so far."""
@@ -50,8 +49,15 @@ class DraftCosts:
 
     def at(self, num_decodes: int) -> DraftCost:
         """Interpolate between two numbers on the line; beyond the last one, return its cost."""
-        parts = zip(*((cost.draft, cost.step) for cost in self.costs))
-        return DraftCost(*(float(np.interp(num_decodes, self.num_decodes, part)) for part in parts))
+        points = list(zip(self.num_decodes, self.costs))
+        for (low, below), (high, above) in pairwise(points):
+            if low <= num_decodes < high:
+                part = (num_decodes - low) / (high - low)
+                return DraftCost(
+                    below.draft + (above.draft - below.draft) * part,
+                    below.step + (above.step - below.step) * part,
+                )
+        return points[0][1] if num_decodes < points[0][0] else points[-1][1]
 
 
 def best_length(acceptance: float, cost: DraftCost, most: int) -> int:
