@@ -210,32 +210,32 @@ def test_one_prompt_or_rows_of_prompts(prompts):
     assert result.prompt_tokens == PROMPT
 
 
-@pytest.mark.parametrize(
-    "fields, message",
-    [
+BAD_FIELDS = {
+    SamplingParams: [
         (dict(temperature=np.bool_(True)), "temperature.*True"),
         (dict(stop_words=["a", "\ud800"]), r"stop word has \\ud800, half of a character"),
         (dict(min_tokens=5, num_tokens_to_generate=4), "min_tokens=5 exceeds .*=4: raise"),
         (dict(top_n_logprobs=2), "top_n_logprobs needs return_log_probs"),
     ],
-)
-def test_bad_sampling_params(fields, message):
-    with pytest.raises(ValueError, match=message):
-        SamplingParams(**fields)
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
+    RequestOptions: [
         (dict(guide="a"), "guide is 'a'; it must be a Guide"),
         (dict(cache_breakpoints=[5] * 4097), "it must be a list with a length at most 4096"),
         (dict(cache_breakpoints=np.array(5)), "cache_breakpoints is 5; it must be a list"),
         (dict(cache_breakpoints=np.ma.array([2, 3], mask=[0, 1])), "no masked positions"),
     ],
-)
-def test_bad_request_options(fields, message):
-    with pytest.raises(ValueError, match=message):
-        RequestOptions(**fields)
+    InferenceConfig: [
+        (dict(block_size_tokens=24), "block_size_tokens is 24; use 16, 32, 64, 128 or 256"),
+        (dict(host_cache_bytes=-1), "host_cache_bytes is -1; .* from 0 to"),
+        (dict(kv_cache_dtype=torch.int8), "kv_cache_dtype is torch.int8"),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FIELDS)
+def test_bad_fields(kind):
+    for fields, message in BAD_FIELDS[kind]:
+        with pytest.raises(ValueError, match=message):
+            kind(**fields)
 
 
 def test_what_is_changed_after_the_request_was_added_does_not_reach_it():
@@ -252,19 +252,6 @@ def test_what_is_changed_after_the_request_was_added_does_not_reach_it():
     params.top_k = -1
     with pytest.raises(ValueError, match="top_k"):
         engine.add_request(PROMPT, params)
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        (dict(block_size_tokens=24), "block_size_tokens is 24; use 16, 32, 64, 128 or 256"),
-        (dict(host_cache_bytes=-1), "host_cache_bytes is -1; .* from 0 to"),
-        (dict(kv_cache_dtype=torch.int8), "kv_cache_dtype is torch.int8"),
-    ],
-)
-def test_bad_inference_config(fields, message):
-    with pytest.raises(ValueError, match=message):
-        InferenceConfig(**fields)
 
 
 def test_numbers_of_numpy_are_numbers():
