@@ -108,7 +108,7 @@ _OWN = {
     ),
     "B": _mlp(
         "MLP and experts side by side",
-        "dense_and_experts:DenseAndExpertsMixer",
+        "moe:DenseAndExpertsMixer",
         (_MLP, moe.MoEFields, moe.DenseAndExpertsFields),
     ),
     "P": _own("per-layer input", "per_layer_input:PerLayerInputMixer", (PerLayerInputFields,)),
