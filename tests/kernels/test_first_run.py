@@ -1,4 +1,4 @@
-"""All parts of a first run on a GPU that is not there: their launches compile, their rows come."""
+"""What a first run and an engine launch on a GPU that is not there: it compiles, and rows come."""
 
 import json
 import re
@@ -86,3 +86,18 @@ def test_the_config_of_least_risk_that_fits_is_the_one_that_runs():
     choice.of["scan_kernel"] = single
     with pytest.raises(NoFit, match="shared memory"):
         choice.run(kernel, run, (), {})
+
+
+ALL_KINDS = "MGKSC*+WLE-"
+
+
+def test_a_warm_up_compiles_all_that_later_requests_launch():
+    found = json.loads(run_compiling(str(HELPERS / "compiles.py"), ALL_KINDS))
+    stats = found["stats"]
+    assert stats["preemptions"] and stats["fetches"] and stats["checkpoints_evicted"]
+
+    assert len(found["made"]) > 50
+    assert {kind: kernels for kind, kernels in found["later"].items() if kernels} == {}
+    # Without it the first request waits for the same ones, and the second for none.
+    first, *others = found["cold"].values()
+    assert sorted(first) == sorted(found["made"]) and others == [[], []]

@@ -1,8 +1,15 @@
-"""Recipes: read from YAML, overridden, checked, and written again."""
+"""Recipes: read from YAML, overridden, checked, written again; those of the guides are legal."""
+
+import ast
+import re
+from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from megatron_hybrid import build_hybrid_model
+from megatron_hybrid.training.data.config import DataFields
 from megatron_hybrid.training.recipe import RECIPES, Recipe
 
 TEXT = """
@@ -128,3 +135,23 @@ def test_a_written_recipe_is_read_as_the_same(path, tmp_path):
     written.write_text(yaml.safe_dump(recipe.to_dict(), sort_keys=False))
     assert Recipe.load(written) == recipe
     assert Recipe.of(recipe.to_dict()) == recipe
+
+
+GUIDES = Path(__file__).parents[3] / "docs/guides"
+TRAINING = (GUIDES / "training.md").read_text(encoding="utf-8")
+DATA = (GUIDES / "training_data.md").read_text(encoding="utf-8")
+
+
+def test_the_recipes_of_guides_are_legal():
+    recipes = re.findall(r"```yaml\n(.*?)```", TRAINING + DATA, re.DOTALL)
+    recipes = [yaml.safe_load(text) for text in recipes]
+    whole = [Recipe.of(recipe) for recipe in recipes if "model" in recipe]
+    parts = [DataFields.of("data", recipe["data"]) for recipe in recipes if "model" not in recipe]
+    assert (len(whole), len(parts)) == (2, 1)
+    with torch.device("meta"):
+        build_hybrid_model(whole[0].model_config(3072))
+
+
+def test_the_recipe_of_the_script_in_a_guide_is_legal():
+    name, overrides = re.search(r"Recipe\.load\((.+?), (\[.+?\])\)", TRAINING).groups()
+    assert Recipe.load(ast.literal_eval(name), ast.literal_eval(overrides)).run.steps == 50

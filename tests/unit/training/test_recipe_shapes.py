@@ -1,4 +1,4 @@
-"""The recipes in published shapes: as published, to the parameter; cut down, they train."""
+"""Recipes make the shipped and published models, to the parameter; cut down, they train."""
 
 import json
 from pathlib import Path
@@ -12,9 +12,11 @@ from megatron.core import parallel_state
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_hybrid import build_hybrid_model
+from megatron_hybrid.checkpoints.checkpoint import read_config
 from megatron_hybrid.checkpoints.folder import config_of
 from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER
 from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.training.optimizer import build_schedule
 from megatron_hybrid.training.recipe import Recipe
 from megatron_hybrid.training.reports import LOG, read_log
 from megatron_hybrid.training.trainer import Trainer, training_device
@@ -102,3 +104,32 @@ def test_cut_down_it_trains_by_its_own_sections(recipe, tmp_path):
     losses = [record["loss"] for record in records if "loss" in record]
     assert losses[0] > losses[1] > max(losses[2], records[-1]["eval_loss"])
     assert [path.name for path in (tmp_path / "run").glob("iter_*")] == ["iter_0000003"]
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return Recipe.load("demo")
+
+
+def test_the_demo_recipe_makes_the_shipped_model(demo):
+    shipped = read_config(DEMO_FOLDER)
+    config = demo.model_config(shipped.vocab_size)
+    assert config.differences(shipped) == []
+    assert config.params_dtype == torch.bfloat16
+    with torch.device("meta"):
+        model = build_hybrid_model(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 4_836_728
+
+
+def test_its_sequences_are_long_once_the_learning_rate_falls(demo):
+    steps = demo.run.steps
+    schedule = build_schedule(torch.optim.SGD([torch.zeros(1)]), demo.optimizer, steps)
+    rates = {}
+    for step in range(steps):
+        schedule.step(1)
+        rates[step] = schedule.optimizer.param_groups[0]["lr"]
+    assert rates[0] == pytest.approx(4e-3 / 60)
+    assert all(rates[step] == 4e-3 for step in range(60, 1885))
+    assert rates[1885] < 4e-3 and rates[steps - 1] == 0
+    lengths = [demo.data.longest_sequence(step) for step in range(steps)]
+    assert lengths == [512] * 1885 + [2048] * 1015

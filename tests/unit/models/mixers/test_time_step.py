@@ -1,8 +1,8 @@
-"""What mixers declare of their states: the decay of a token, by the parameters alone."""
+"""Mamba mixers as they begin, and what mixers declare of states: the decay of a token."""
 
 import pytest
 import torch
-from small_models import small_model
+from small_models import small_config, small_model
 from test_mixer_context import DictContext
 
 
@@ -36,3 +36,18 @@ def test_layers_with_a_mamba_inside_declare_its_decay(pattern):
         if state.decay is not None
     ]
     assert names == ["ssm"]
+
+
+def test_initial_time_steps_and_decays():
+    mixer = small_model("S", hidden_size=128).decoder.layers[0].mixer
+    dt = torch.nn.functional.softplus(mixer.dt_proj.bias)
+    assert 0.9e-3 < dt.min() < 3e-3 < 3e-2 < dt.max() < 0.101
+    assert mixer.dt_proj.weight.abs().max() <= 8**-0.5  # of rank 128 / 16
+    expected = torch.arange(1.0, 17.0).expand(256, 16)
+    torch.testing.assert_close(mixer.A_log.exp(), expected)
+    assert mixer.A_log.dtype == mixer.D.dtype == torch.float32
+
+
+def test_default_sizes():
+    config = small_config("S", hidden_size=40)
+    assert (config.mamba1_inner_size, config.mamba1_dt_rank) == (80, 3)

@@ -1,4 +1,4 @@
-"""Datasets: rows of documents and of conversations, blends, splits, and files that do not fit."""
+"""Datasets: documents and conversations in rows, blends, splits, files that do not fit; packing."""
 
 import json
 import os
@@ -16,6 +16,7 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.training.data import index_files
 from megatron_hybrid.training.data.config import DataFields
 from megatron_hybrid.training.data.datasets import build_datasets
+from megatron_hybrid.training.data.rows import pack
 from megatron_hybrid.utils import files
 
 END = 0
@@ -384,3 +385,36 @@ def test_sequences_grow_with_the_steps():
     fields.check()
     found = [fields.longest_sequence(step) for step in (0, 9, 10, 1884, 1885, 9999)]
     assert found == [64, 64, 512, 512, 2048, 2048]
+
+
+def packed(lengths, capacity, seed=0):
+    return [row.tolist() for row in pack(np.array(lengths), capacity, np.random.RandomState(seed))]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("longest", "capacity"), [(3, 64), (30, 64), (64, 64), (1, 1)])
+def test_rows_hold_every_sequence_once_and_little_else(seed, longest, capacity):
+    lengths = np.random.default_rng(seed).integers(1, longest + 1, 500)
+    rows = packed(lengths, capacity, seed)
+    sizes = [lengths[row].sum() for row in rows]
+    assert sorted(i for row in rows for i in row) == list(range(500)) and max(sizes) <= capacity
+    # No two rows fit in one, so on average they are more than half full; short ones do better.
+    assert sum(sorted(sizes)[:2]) > capacity
+    assert (
+        len(rows) <= np.ceil(lengths.sum() / capacity) * (1.02 if longest < capacity else 1.1) + 1
+    )
+
+
+def test_the_best_fit_is_found():
+    assert sorted(map(len, packed([6, 5, 4, 3, 2, 1, 7], 7))) == [1, 2, 2, 2]
+
+
+def test_equal_sequences_change_company_with_the_seed():
+    lengths = [8] * 40 + [4] * 40
+    assert packed(lengths, 16, 1) == packed(lengths, 16, 1) != packed(lengths, 16, 2)
+    company = {frozenset(row) for row in packed(lengths, 16, 1)}
+    assert company != {frozenset(row) for row in packed(lengths, 16, 2)}
+
+
+def test_nothing_is_packed_in_no_rows():
+    assert packed([], 8) == []
