@@ -22,7 +22,6 @@ import megatron_hybrid as mh
 from megatron_hybrid.models.packed_weight import PackedWeight
 
 TESTS = Path(__file__).parents[1]
-EQUAL = None
 BOUND = 1e-5
 """Of logits that are equal: their largest difference, over the largest logit."""
 
@@ -34,52 +33,39 @@ class Broken:
     error: str
 
 
+def _equal(*rows: str) -> dict[str, str | Broken | None]:
+    return dict.fromkeys(rows)
+
+
 STACKED = r"in one tensor of torch.float8_e4m3fn in .*, with its scale in .*down_proj_weight_scale"
 TABLE: dict[str, dict[str, str | Broken | None]] = {
-    "llmcompressor": {
-        "w4a16": EQUAL,
-        "w4a16-asymmetric": EQUAL,
-        "w8a16-asymmetric": EQUAL,
-        "nvfp4a16": EQUAL,
-        "fp8-dynamic": EQUAL,
-        "fp8-block": EQUAL,
-        "w4a16-qwen3_next": EQUAL,
-        "w4a16-minimax_m2": EQUAL,
-        "w4a16-gpt_oss": EQUAL,
-        "w4a16-llama4": EQUAL,
-        "w4a16-granitemoehybrid": EQUAL,
-    },
+    "llmcompressor": _equal(
+        *("w4a16", "w4a16-asymmetric", "w8a16-asymmetric", "nvfp4a16", "fp8-dynamic", "fp8-block"),
+        *("w4a16-qwen3_next", "w4a16-minimax_m2", "w4a16-gpt_oss", "w4a16-llama4"),
+        "w4a16-granitemoehybrid",
+    ),
     "gptqmodel": {
-        "gptq": EQUAL,
-        "gptq-asymmetric": EQUAL,
-        "gptq_v2-asymmetric": EQUAL,
-        "awq": EQUAL,
-        "gptq-minimax_m2": EQUAL,
+        **_equal("gptq", "gptq-asymmetric", "gptq_v2-asymmetric", "awq", "gptq-minimax_m2"),
         "gptq-gpt_oss": "GPTQModel packs each half of them as one",
         "gptq-llama4": Broken("layer module item `feed_forward.experts.0.gate_proj` not found"),
         "gptq-granitemoehybrid": Broken("has no attribute 'torch_forward'"),
     },
     "modelopt": {
-        "fp8": EQUAL,
-        "fp8-block": EQUAL,
-        "fp8-channel": EQUAL,
-        "nvfp4": EQUAL,
-        "fp8-minimax_m2": EQUAL,
-        "fp8-gpt_oss": STACKED,
-        "fp8-llama4": STACKED,
-        "fp8-granitemoehybrid": EQUAL,
+        **_equal("fp8", "fp8-block", "fp8-channel", "nvfp4", "fp8-minimax_m2"),
+        **dict.fromkeys(("fp8-gpt_oss", "fp8-llama4"), STACKED),
+        **_equal("fp8-granitemoehybrid"),
     },
     "auto_round": {
-        "auto_round": EQUAL,
-        "auto_round-asymmetric": Broken("WQLinear_GEMM.__init__() got an unexpected keyword"),
-        "auto_gptq": EQUAL,
-        "auto_awq": EQUAL,
-        "auto_round-auto_awq": Broken("WQLinear_GEMM.__init__() got an unexpected keyword"),
+        **_equal("auto_round", "auto_gptq", "auto_awq"),
+        **dict.fromkeys(
+            ("auto_round-asymmetric", "auto_round-auto_awq"),
+            Broken("WQLinear_GEMM.__init__() got an unexpected keyword"),
+        ),
     },
     "torchao": {"int8": "quant_method='torchao'"},
-    "awq": {"gemm": EQUAL},
+    "awq": _equal("gemm"),
 }
-"""By package and row of `write_folders.py`: what becomes of the folder here."""
+"""By package and row of `write_folders.py`: what becomes of the folder here; None: it is equal."""
 ROWS = [(package, row) for package, rows in TABLE.items() for row in rows]
 PROMPT = list(range(3, 43))
 

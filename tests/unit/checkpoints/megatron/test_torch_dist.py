@@ -1,11 +1,13 @@
 """torch_dist folders, against megatron-core's own models, writer and reader."""
 
+import io
 import logging
 import os
 import pickle
 import signal
 import sys
 from dataclasses import replace
+from pathlib import PosixPath
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +18,7 @@ import transformers
 from megatron_folders import PATTERN_ARGUMENT, load_folder, megatron_args, save_folder
 
 import megatron_hybrid as mh
+from megatron_hybrid.checkpoints.megatron.pickles import load_pickle
 from megatron_hybrid.checkpoints.megatron.torch_dist import DistributedTensors, save_megatron
 from megatron_hybrid.checkpoints.model_tensors import full_state_dict
 from megatron_hybrid.compat import activations
@@ -313,6 +316,13 @@ def test_pickles_run_nothing(saved, tmp_path):
     with pytest.raises(mh.CheckpointError, match=r"\.metadata is not read: it names posix\.mkdir"):
         mh.load_megatron(folder)
     assert not trap.exists()
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_paths_of_all_releases_of_python_are_read(module):
+    """Python 3.13 names the second one."""
+    written = f"c{module}\nPosixPath\n(Va\nVb\ntR.".encode()
+    assert load_pickle(io.BytesIO(written)) == PosixPath("a/b")
 
 
 def test_pieces_run_nothing_and_stay_in_their_folder(saved, tmp_path):
