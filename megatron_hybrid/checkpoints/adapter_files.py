@@ -99,10 +99,9 @@ class AdapterFields:
     use_rslora: bool = False
     targets: tuple[str, ...] = ()
 
-    def scale(self, rank: int | None = None) -> float:
+    def scale(self) -> float:
         """Factor of B A (rsLoRA: Kalajdzievski 2023, arXiv:2312.03732)."""
-        rank = rank or self.rank
-        return self.alpha / (math.sqrt(rank) if self.use_rslora else rank)
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
 def splits(config: HybridConfig, names: Mapping[str, object]) -> dict[str, Split]:

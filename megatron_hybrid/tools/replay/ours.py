@@ -26,11 +26,6 @@ class Ours(Engine):
     """
 
     def __init__(self, spec: CacheSpec, budget_bytes: float, policy: Policy | None = None):
-        if budget_bytes < spec.page_bytes:
-            raise ValueError(
-                f"a budget of {budget_bytes:.0f} bytes holds no page of {spec.page_bytes} bytes: "
-                f"give more"
-            )
         # The null page is not part of the budget.
         num_pages = int(budget_bytes // spec.page_bytes) + 1
         self.cache = PrefixCache(spec, num_pages, policy=policy)
