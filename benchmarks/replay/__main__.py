@@ -14,10 +14,10 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.plots import pyplot
-from benchmarks.replay import cliff, plots, table, traces
+from benchmarks.replay import plots, table, traces
 from benchmarks.replay.engines import ENGINES
 from benchmarks.replay.geometry import GEOMETRIES
-from benchmarks.replay.sweep import Cell, run_cells
+from benchmarks.replay.sweep import Cell, measure_cliff, run_cells
 from benchmarks.replay.workloads import WORKLOADS
 from megatron_hybrid.commands.arguments import gigabytes, whole_number
 from megatron_hybrid.tools.replay.protocol import Request
@@ -133,7 +133,7 @@ def run(options: argparse.Namespace) -> None:
         for path in plots.models(cells, options.plots):
             console.print(f"wrote {path}")
     elif options.plots:
-        found = [cliff.measure(CLIFF_GEOMETRY, engine, CLIFF_LENGTHS) for engine in engines]
+        found = [measure_cliff(CLIFF_GEOMETRY, engine, CLIFF_LENGTHS) for engine in engines]
         results["cliffs"] = [asdict(each) for each in found]
         for path in plots.hit_rates(cells, options.plots) + plots.cliffs(found, options.plots):
             console.print(f"wrote {path}")

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.plots import FOLDER, OURS, REST, RESULTS, ROOT, chart, drawn
-from benchmarks.replay.cliff import Cliff
-from benchmarks.replay.sweep import Cell
+from benchmarks.replay.sweep import Cell, Cliff
 from benchmarks.replay.table import by, is_rival, skipped
 
 STYLES = {

@@ -1,4 +1,4 @@
-"""Runs cells (workload, geometry, budget, engine) and collects their numbers."""
+"""Runs cells (workload, geometry, budget, engine) and measures cliffs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,9 +7,15 @@ import numpy as np
 
 from benchmarks.replay.engines import ENGINES
 from benchmarks.replay.geometry import GEOMETRIES
-from benchmarks.replay.runner import Replay, side_by_side
+from benchmarks.replay.runner import replay, side_by_side
+from benchmarks.replay.workloads import draw_tokens
 from megatron_hybrid.tools.replay.protocol import Request
 from megatron_hybrid.utils.tables import GB
+
+CLIFF_BUDGET_BYTES = 64e9
+"""Nothing is evicted."""
+SUFFIX_TOKENS = 64
+ANSWER_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -45,8 +51,16 @@ def run_cells(
     cells = []
     for budget in (None, *budgets_gb):
         compared = [name for name in engines if ENGINES[name].bounded == (budget is not None)]
-        replays = best_replays(compared, geometry, budget, requests, in_flight)
-        for engine, (best, parameter) in zip(compared, replays):
+        of_engine = [
+            ENGINES[name].build(GEOMETRIES[geometry], (budget or 0) * GB, in_flight)
+            for name in compared
+        ]
+        built = [build() for candidates in of_engine for build in candidates.values()]
+        replays = iter(side_by_side(requests, built, in_flight))
+        for engine, candidates in zip(compared, of_engine):
+            found = {parameter: next(replays) for parameter in candidates}
+            parameter = max(found, key=lambda parameter: found[parameter].skipped_share)
+            best = found[parameter]
             cells.append(
                 Cell(
                     workload,
@@ -64,23 +78,37 @@ def run_cells(
     return sorted(cells, key=lambda cell: engines.index(cell.engine))
 
 
-def best_replays(
-    engines: Sequence[str],
-    geometry: str,
-    budget_gb: float | None,
-    requests: Sequence[Request],
-    in_flight: int,
-) -> list[tuple[Replay, float | None]]:
-    """Find for each engine the replay that skips most among its candidates, and its parameter."""
-    of_engine = [
-        ENGINES[name].build(GEOMETRIES[geometry], (budget_gb or 0) * GB, in_flight)
-        for name in engines
+@dataclass(frozen=True)
+class Cliff:
+    """Tokens that one engine computes again, by length: coarse blocks make a cliff."""
+
+    geometry: str
+    engine: str
+    lengths: list[int]
+    repeated: list[int]
+    """The same prompt of that length a second time: tokens computed."""
+    forked: list[int]
+    """A second prompt that shares that many tokens and goes on differently: how many of the shared
+    ones are computed."""
+
+
+def measure_cliff(geometry: str, engine: str, lengths: Sequence[int], seed: int = 0) -> Cliff:
+    """Every length by itself, in a cache that is empty before."""
+    build = next(iter(ENGINES[engine].build(GEOMETRIES[geometry], CLIFF_BUDGET_BYTES, 1).values()))
+    rng = np.random.default_rng(seed)
+    repeated, forked = [], []
+    for length in lengths:
+        prompt = draw_tokens(rng, length)
+        repeated.append(length - _second(build(), [prompt, prompt], rng))
+        forks = [np.concatenate([prompt, draw_tokens(rng, SUFFIX_TOKENS)]) for _ in range(2)]
+        forked.append(max(0, length - _second(build(), forks, rng)))
+    return Cliff(geometry, engine, list(lengths), repeated, forked)
+
+
+def _second(engine, prompts: list[np.ndarray], rng: np.random.Generator) -> int:
+    """Tokens of the last prompt that were skipped."""
+    requests = [
+        Request(prompt, draw_tokens(rng, ANSWER_TOKENS), i, 0, float(i))
+        for i, prompt in enumerate(prompts)
     ]
-    built = [build() for candidates in of_engine for build in candidates.values()]
-    replays = iter(side_by_side(requests, built, in_flight))
-    best = []
-    for candidates in of_engine:
-        found = {parameter: next(replays) for parameter in candidates}
-        parameter = max(found, key=lambda parameter: found[parameter].skipped_share)
-        best.append((found[parameter], parameter))
-    return best
+    return replay(requests, engine).skipped_tokens[-1]

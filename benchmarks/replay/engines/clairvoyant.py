@@ -89,7 +89,6 @@ class Clairvoyant(Engine):
         self._states = LazyHeap(self._state_key)
         self._prompts: list[list[Place]] = []
         self._wholes: list[list[Place]] = []
-        self._lengths: list[int] = []
         self._now = -1  # the request that began last
         self._running = 0
         self._refresh_at = 0
@@ -116,14 +115,13 @@ class Clairvoyant(Engine):
 
         self._prompts = [path(request.prompt) for request in requests]
         self._wholes = [path(whole) for whole in wholes]
-        self._lengths = [len(request.prompt) for request in requests]
         for index, prompt in enumerate(self._prompts):
             for place in prompt:
                 place.visits.append(index)
 
     def begin(self, prompt: np.ndarray, message_starts: Sequence[int] = ()) -> Running | None:
         index = self._now + 1
-        if index >= len(self._lengths) or len(prompt) != self._lengths[index]:
+        if index >= len(self._prompts) or len(prompt) != self._prompts[index][-1].end:
             raise ValueError(f"request {index} of {len(prompt)} tokens is not the foreseen one")
         path = self._prompts[index]
         skipped = self._resume(path)

@@ -1,10 +1,9 @@
 """The plots draw a few of the engines, as words and lines, on light and on dark paper."""
 
 from benchmarks.plots import COLOURS
-from benchmarks.replay.cliff import Cliff
 from benchmarks.replay.engines import ENGINES
 from benchmarks.replay.plots import BEST, STYLES, cliffs, hit_rates, models
-from benchmarks.replay.sweep import Cell
+from benchmarks.replay.sweep import Cell, Cliff
 
 
 def test_at_most_six_engines_are_drawn(tmp_path):
