@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.inference.async_calls import AsyncCalls
+from megatron_hybrid.inference.async_calls import AsyncCalls, StepThread
 from megatron_hybrid.inference.async_stream import AsyncCall, AsyncStream
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
@@ -23,7 +23,6 @@ from megatron_hybrid.inference.requests.builder import Prompt, TextTokenizer
 from megatron_hybrid.inference.requests.options import LoadedAdapter, RequestOptions
 from megatron_hybrid.inference.requests.request import GenerationResult
 from megatron_hybrid.inference.sampling_params import SamplingParams
-from megatron_hybrid.inference.step_thread import StepThread
 from megatron_hybrid.inference.weights.transfer import LOOK_SECONDS
 from megatron_hybrid.text.guide import NICENESS, Guide
 from megatron_hybrid.utils.daemon_threads import DaemonThreads

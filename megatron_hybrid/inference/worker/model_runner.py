@@ -33,8 +33,7 @@ from megatron_hybrid.inference.scheduling.step_plan import (
 )
 from megatron_hybrid.inference.worker.adapter_bank import AdapterBank
 from megatron_hybrid.inference.worker.context import DynamicInferenceContext
-from megatron_hybrid.inference.worker.decode_tapes import DecodeTapes
-from megatron_hybrid.inference.worker.graph_runner import GraphRunner
+from megatron_hybrid.inference.worker.graph_runner import DecodeTapes, GraphRunner
 from megatron_hybrid.inference.worker.sampler import (
     NUM_CANDIDATES,
     HostCopy,

@@ -7,7 +7,7 @@ from reference import finish, greedy, is_greedy, random_tokens, tiny_engine, tin
 
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.scheduling.step_plan import StepPlan
-from megatron_hybrid.inference.worker.step_buffer import StepBuffer
+from megatron_hybrid.inference.worker.context import StepBuffer
 
 MODEL = tiny_model("MG*-W-")
 

@@ -10,7 +10,7 @@ from matrix import matrix_rows
 from reference import fresh_model, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.inference.sampling_params import SamplingParams
-from megatron_hybrid.inference.worker import decode_tapes
+from megatron_hybrid.inference.worker import graph_runner
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.mixers.mlp import MLPMixer
 
@@ -20,7 +20,7 @@ PROMPTS = [random_tokens(70), random_tokens(9, seed=1), random_tokens(33, seed=2
 @contextmanager
 def no_tapes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode_tapes, "_MOST_DECODES", 0)
+        patch.setattr(graph_runner, "_MOST_DECODES", 0)
         yield
 
 
