@@ -1,5 +1,11 @@
-"""Matching: shared and skipped tokens of a prompt (q and p), and the miss reason. Read-only."""
+"""Matching: shared and skipped tokens of a prompt (q and p), and the miss reason. Read-only.
 
+Prefixes are never shared between salts. Only the operator may learn that another salt has the
+prefix: a tenant who knew could guess the prompts of other tenants, block by block. So counters and
+`explain` tell it, a request's own report does not.
+"""
+
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -7,13 +13,14 @@ from typing import Literal, get_args
 import numpy as np
 
 from megatron_hybrid.cache.eviction import Evictor
-from megatron_hybrid.cache.index.salt_index import SaltIndex
 from megatron_hybrid.cache.index.tree import Checkpoint, Kind, Path, common_prefix
 from megatron_hybrid.cache.pages.lease import Lease
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 
 PrefixCachingMode = Literal["off", "memory_only", "restore"]
 PREFIX_CACHING_MODES: tuple[PrefixCachingMode, ...] = get_args(PrefixCachingMode)
+MAX_SALT_ENTRIES = 4096
+"""Most first blocks whose salt is known; the least recently used is dropped first."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +89,20 @@ class PrefixLookup:
     """Matches prompts with the tree. saving: leases of running requests that have yet to save
     states."""
 
-    def __init__(self, mode: str, evictor: Evictor, saving: Iterable[Lease], salts: SaltIndex):
+    def __init__(self, mode: str, evictor: Evictor, saving: Iterable[Lease]):
         self._index, self._spec = evictor.index, evictor.spec
-        self._mode, self._saving, self._salts = mode, saving, salts
+        self._mode, self._saving = mode, saving
+        self.salts: OrderedDict[bytes, str] = OrderedDict()
+        """Salt under which each first block was last used. The tree may have forgotten it since."""
+
+    def note_salt(self, tokens: np.ndarray, salt: str) -> None:
+        """Note that the first block of these tokens (int32, at least a block) is known under this
+        salt."""
+        key = tokens[: self._spec.block_size_tokens].tobytes()
+        self.salts[key] = salt
+        self.salts.move_to_end(key)
+        if len(self.salts) > MAX_SALT_ENTRIES:
+            self.salts.popitem(last=False)
 
     def look_up(self, tokens: np.ndarray, salt: str, recompute_reason: str | None) -> Hit:
         """Match a prompt; one rule for all modes.
@@ -119,8 +137,8 @@ class PrefixLookup:
         size = self._spec.block_size_tokens
         if known >= size or self._mode != "restore":
             return 0
-        other = self._salts.other_salt(tokens, salt)
-        elsewhere = 0 if other is None else self._index.walk(other, tokens).known
+        other = self.salts.get(tokens[:size].tobytes(), salt)
+        elsewhere = 0 if other == salt else self._index.walk(other, tokens).known
         return elsewhere if elsewhere >= size else 0
 
     def whole_blocks(self, tokens: np.ndarray, salt: str, hit: Hit) -> Hit:

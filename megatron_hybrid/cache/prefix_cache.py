@@ -22,7 +22,6 @@ from megatron_hybrid.cache.eviction import Evictor
 from megatron_hybrid.cache.expected_requests import ExpectedRequests
 from megatron_hybrid.cache.explain import Explanation, explain
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex, known_limit
-from megatron_hybrid.cache.index.salt_index import SaltIndex
 from megatron_hybrid.cache.index.tree import Edge, Kind, unless_opportunistic
 from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES, Hit, PrefixLookup
@@ -101,8 +100,7 @@ class PrefixCache:
         self._is_miscounted = False  # an operation failed; pages are not recounted yet
         self._digest = 0
         self._lost_tokens: Counter[MissReason] = Counter()
-        self._salts = SaltIndex(spec.block_size_tokens)
-        self._lookup = PrefixLookup(mode, self._evictor, self._wanted.saving, self._salts)
+        self._lookup = PrefixLookup(mode, self._evictor, self._wanted.saving)
         self._admitter = Admitter(mode, self._evictor, self._pages, self._leases)
         self.expected = ExpectedRequests(self._evictor, restores=mode == "restore")
         """Requests that wait for their start."""
@@ -222,7 +220,7 @@ class PrefixCache:
             lost = max(known, hit.in_flight) - hit.skipped
             self._lost_tokens[lease.report.miss_reason] += lost
         if known >= self.spec.block_size_tokens:
-            self._salts.note(tokens, salt)
+            self._lookup.note_salt(tokens, salt)
         elif recompute_reason is None:
             elsewhere = self._lookup.known_elsewhere(tokens, salt, known)
             self._lost_tokens[MissReason.SALT] += max(0, elsewhere - known)
@@ -442,7 +440,7 @@ class PrefixCache:
         if lease.local_tables and (start := self._pages.roll(lease)) is not None:
             self._evictor.on_release(lease.path, start * size)
         if before < size <= lease.done:
-            self._salts.note(lease.tokens, lease.salt)
+            self._lookup.note_salt(lease.tokens, lease.salt)
         lease.next_flush = (lease.done // size + 1) * size
 
     def positions_to_save(self, lease: Lease, end: int) -> list[int]:
@@ -636,7 +634,7 @@ class PrefixCache:
         """Forget everything that is cached. Leases keep their pages."""
         self.expected.clear()
         self._evictor.clear()
-        self._salts.clear()
+        self._lookup.salts.clear()
         for listener in self._evictor.listeners:
             listener.on_clear()
         self._is_miscounted = True

@@ -6,7 +6,7 @@ from cache_prompts import joined, tokens
 from settled import settled
 from simulator import Simulator
 
-from megatron_hybrid.cache.index import salt_index as salts
+from megatron_hybrid.cache import matching
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
@@ -271,10 +271,10 @@ def test_log_probs_of_a_prompt_are_not_lost_to_the_salt():
 
 
 def test_salts_are_bounded(monkeypatch):
-    monkeypatch.setattr(salts, "MAX_SALT_ENTRIES", 3)
-    blocks = salts.SaltIndex(16)
+    monkeypatch.setattr(matching, "MAX_SALT_ENTRIES", 3)
+    sim = simulator()
     for seed in (0, 1, 2, 0, 3):  # 1 is the longest unused
-        blocks.note(tokens(20, seed), "a")
-    assert [blocks.other_salt(tokens(20, seed), "b") for seed in range(4)] == ["a", None, "a", "a"]
-    assert blocks.other_salt(tokens(20), "a") is None
-    assert blocks.other_salt(tokens(15), "b") is None  # no whole block
+        sim.run(tokens(20, seed), salt="a")
+    found = [sim.cache.explain(tokens(20, seed), "b").elsewhere_tokens for seed in range(4)]
+    assert found == [20, 0, 20, 20]
+    assert not sim.cache.explain(tokens(20), "a").elsewhere_tokens

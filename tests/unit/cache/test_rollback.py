@@ -10,7 +10,7 @@ from test_prefix_cache_machine import SPECS, some_tokens
 
 from megatron_hybrid.cache.eviction import Evictor
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex
-from megatron_hybrid.cache.index.salt_index import SaltIndex
+from megatron_hybrid.cache.matching import PrefixLookup
 from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.cache.pages.lease_pages import LeasePages, held_pages
 from megatron_hybrid.cache.policy.reuse import ReuseModel
@@ -150,7 +150,7 @@ def tokens(length: int) -> np.ndarray:
         (PageAllocator, "allocate"),
         (PageAllocator, "retain"),
         (WantedStates, "choose"),
-        (SaltIndex, "note"),
+        (PrefixLookup, "note_salt"),
     ],
 )
 def test_an_acquire_that_breaks_off_leaks_no_page(monkeypatch, part, method, when):
