@@ -17,8 +17,8 @@ from benchmarks.replay.geometry import GEOMETRIES
 from benchmarks.replay.sweep import GB
 from benchmarks.replay.table import header
 from benchmarks.replay.workloads import WORKLOADS, add_seeds
+from megatron_hybrid.cache.eviction import CacheListener
 from megatron_hybrid.cache.index.tree import Checkpoint
-from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.pages.lease import Lease
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.tools.replay.ours import Ours

@@ -12,14 +12,35 @@ import numpy as np
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind, Path
 from megatron_hybrid.cache.lazy_heap import Key, LazyHeap
-from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.pages.allocator import NULL_PAGE, PageAllocator, indices
+from megatron_hybrid.cache.pages.lease import Lease
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.policy.protocol import NewState, Policy
 from megatron_hybrid.cache.report import EVICTED_STATE, EVICTED_TAIL, CacheStats
 
 MAX_RISEN = 64
 """Most risen values (as after uses) that one search for the least item recomputes."""
+
+
+class CacheListener:
+    """Callbacks to override; by default they do nothing. They must not change the cache."""
+
+    def on_publish_state(self, lease: Lease, checkpoint: Checkpoint) -> None:
+        """Handle a stored state of a lease's tokens."""
+
+    def on_publish_blocks(self, lease: Lease, start: int, end: int) -> None:
+        """Handle new KV in the tree: it now holds lease.tokens[:end], before only [:start]. The
+        pages from the block of `start` on are those of the lease."""
+
+    def on_evict_state(self, checkpoint: Checkpoint) -> None:
+        """Handle a stored state before its eviction; its pages still hold the data."""
+
+    def on_evict_blocks(self, edge: Edge, start: int) -> None:
+        """In pure attention, handle the KV of an edge after position `start` before its eviction;
+        its pages still hold the data."""
+
+    def on_clear(self) -> None:
+        """Handle that the cache forgets everything."""
 
 
 def tail_start(edge: Edge, spec: CacheSpec) -> int:

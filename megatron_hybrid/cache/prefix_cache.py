@@ -18,12 +18,10 @@ import numpy as np
 
 from megatron_hybrid.cache.admitter import Admitter
 from megatron_hybrid.cache.contents import CacheContents
-from megatron_hybrid.cache.eviction import Evictor
-from megatron_hybrid.cache.expected_requests import ExpectedRequests
+from megatron_hybrid.cache.eviction import CacheListener, Evictor
 from megatron_hybrid.cache.explain import Explanation, explain
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex, known_limit
 from megatron_hybrid.cache.index.tree import Edge, Kind, unless_opportunistic
-from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES, Hit, PrefixLookup
 from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.cache.pages.lease import NO_LOCAL_END, Lease, Reservation
@@ -40,7 +38,7 @@ from megatron_hybrid.cache.report import (
     MissReason,
     PrefixReport,
 )
-from megatron_hybrid.cache.wanted_states import WantedStates
+from megatron_hybrid.cache.wanted_states import ExpectedRequests, WantedStates
 
 
 def rolled_back(operation: Callable) -> Callable:

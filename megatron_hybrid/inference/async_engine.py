@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 
-from megatron_hybrid.cache.listener import CacheListener
+from megatron_hybrid.cache.eviction import CacheListener
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.inference.async_calls import AsyncCalls, StepThread
 from megatron_hybrid.inference.async_stream import AsyncCall, AsyncStream

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_hybrid.cache.eviction import CacheListener
 from megatron_hybrid.cache.explain import Explanation
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind
-from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.policy.values import rebuild_work
 from megatron_hybrid.cache.prefix_cache import PrefixCache

@@ -12,19 +12,20 @@ make up for what a young state has not shown yet: how likely a next use is, and 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
 from megatron_hybrid.cache.index.tree import (
     NO_ORIGIN,
     Checkpoint,
+    Edge,
     Kind,
     Origin,
     Path,
     unless_opportunistic,
 )
-from megatron_hybrid.cache.policy.flags import ALL_FLAGS, PolicyFlags
-from megatron_hybrid.cache.policy.tail_distances import TailDistances
 
 PRIOR_PROBABILITY = 0.3
 """Probability of a next use before any was observed."""
@@ -36,6 +37,97 @@ MEMORY = 1000
 """States of one fate after which its counts are halved, so that new traffic is learnt."""
 MOST_PROBABLE = 0.9
 """Upper bound of the probability of a next use: traffic that never ended so far may change."""
+WINDOW = 256
+"""Observed distances from the ends of prompts that are remembered."""
+PRIOR_DISTANCES = (0, 32, 128, 512)
+"""Distances that count as observed at first."""
+
+
+@dataclass(frozen=True)
+class PolicyFlags:
+    """The parts of `HybridPolicy`, each of which can be left out, to measure its contribution:
+    benchmarks/replay/ablations.py does."""
+
+    # eviction
+    work: bool = True
+    """Candidates that take more work to recompute are worth more."""
+    exclusive_kv: bool = True
+    """A state is charged for KV that no other state needs."""
+    refresh: bool = True
+    """Values are recomputed in rotation."""
+    price: bool = True
+    """A new state evicts only candidates of a lesser value, or is not saved."""
+    # placement
+    junctions: bool = True
+    """States at junctions."""
+    lost_forks: bool = True
+    """States saved again at forks that lost theirs."""
+    tails: bool = True
+    """States at the usual distance before the end of a prompt at which successors leave it."""
+    prompt_ends: bool = True
+    """States at the ends of prompts."""
+    intervals: bool = True
+    """States at equal distances in long prompts and answers."""
+    opportunistic: bool = True
+    """States every 256 tokens while pages are free."""
+    # expected uses
+    fork_uses: bool = True
+    """A fork that could have served counts as used."""
+    resumed_from: bool = True
+    """Sessions are told apart by the kind of end that they resume."""
+    mostly_known: bool = True
+    """Requests are told apart by whether more of their tokens were known than new."""
+
+
+ALL_FLAGS = PolicyFlags()
+
+
+class TailDistances:
+    """Histogram of the distances before the end of a prompt at which successors leave it; 0: they
+    continue from the end.
+
+    Where a different question follows a document each time, a state at the very end serves no other
+    prompt; one at the usual distance before the end serves most.
+    """
+
+    def __init__(self):
+        self._recent: deque[int] = deque(PRIOR_DISTANCES, WINDOW)
+
+    def observe(self, distance: int) -> None:
+        """A prompt left another one `distance` tokens before the end of that one."""
+        self._recent.append(distance)
+
+    def observe_path(self, path: Path, known: list[Checkpoint]) -> None:
+        """A prompt leaves the known ones: observe how far before the nearest end of one. The end
+        may lie beyond forks: the newest branch leads to one.
+
+        Args:
+            path: its known tokens, at least one.
+            known: the checkpoints on it.
+        """
+        edge = path.edges[-1]
+        ends = _prompt_ends(edge, path.known)
+        if not ends and any(checkpoint.kind == Kind.PROMPT_END for checkpoint in known):
+            ends = [path.known]
+        elif path.known < edge.end:
+            while not ends and edge.children:
+                edge = next(reversed(edge.children.values()))
+                ends = _prompt_ends(edge, edge.start)
+        if ends:
+            self.observe(min(ends) - path.known)
+
+    def weights(self) -> Iterator[tuple[int, float]]:
+        """(distance, share of the prompts that part at it or later), ascending distances."""
+        sooner = 0
+        for distance, count in sorted(Counter(self._recent).items()):
+            sooner += count
+            yield distance, sooner / len(self._recent)
+
+
+def _prompt_ends(edge: Edge, start: int) -> list[int]:
+    """Positions on an edge, from `start` on, where prompts ended."""
+    ends = [c.position for c in edge.checkpoints.values() if c.kind == Kind.PROMPT_END]
+    return [position for position in ends if position >= start]
 
 
 class FateCounts:

@@ -10,8 +10,7 @@ import numpy as np
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge
 from megatron_hybrid.cache.pages.allocator import indices
 from megatron_hybrid.cache.pages.spec import CacheSpec
-from megatron_hybrid.cache.policy.flags import ALL_FLAGS, PolicyFlags
-from megatron_hybrid.cache.policy.reuse import ReuseModel
+from megatron_hybrid.cache.policy.reuse import ALL_FLAGS, PolicyFlags, ReuseModel
 
 
 def value_per_page(rate: float, work: float, pages: int) -> float:

@@ -7,11 +7,10 @@ import pytest
 from simulator import Simulator
 from valued_edges import HYBRID, PURE, STATE_ONLY, Rates, edge, tail_key, valued_by
 
-from megatron_hybrid.cache.eviction import Evictor, tail_start
+from megatron_hybrid.cache.eviction import CacheListener, Evictor, tail_start
 from megatron_hybrid.cache.index import prefix_index
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex
 from megatron_hybrid.cache.index.tree import Kind
-from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.cache.pages.lease import NO_LOCAL_END
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup

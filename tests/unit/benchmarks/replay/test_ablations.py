@@ -12,8 +12,8 @@ from benchmarks.replay.geometry import GEOMETRIES
 from benchmarks.replay.runner import replay
 from benchmarks.replay.sweep import GB
 from benchmarks.replay.workloads import WORKLOADS, Workload, agent, chat, code
-from megatron_hybrid.cache.policy.flags import PolicyFlags
 from megatron_hybrid.cache.policy.hybrid import HybridPolicy
+from megatron_hybrid.cache.policy.reuse import PolicyFlags
 from megatron_hybrid.tools.replay.ours import Ours
 
 

@@ -5,7 +5,7 @@ import pytest
 from cache_prompts import tokens
 
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
-from megatron_hybrid.cache.policy.admission import STEP_TOKENS, AnswerLengths, saved_by_one_more
+from megatron_hybrid.cache.policy.hybrid import STEP_TOKENS, AnswerLengths, saved_by_one_more
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.tools.replay.ours import Ours
 

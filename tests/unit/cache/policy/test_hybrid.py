@@ -13,11 +13,10 @@ from valued_edges import edge
 from megatron_hybrid.cache.index.tree import NO_ORIGIN, Kind, Origin
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.policy import hybrid
-from megatron_hybrid.cache.policy.flags import PolicyFlags
 from megatron_hybrid.cache.policy.hybrid import HybridPolicy
 from megatron_hybrid.cache.policy.placement import NO_INTERVAL
 from megatron_hybrid.cache.policy.protocol import NewState, Prompt
-from megatron_hybrid.cache.policy.reuse import PRIOR_GAP, PRIOR_PROBABILITY
+from megatron_hybrid.cache.policy.reuse import PRIOR_GAP, PRIOR_PROBABILITY, PolicyFlags
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 
 SPEC = CacheSpec(16, (KVGroup(2, 64),), state_bytes=40_000, hidden_bytes=64)  # states of 20 pages

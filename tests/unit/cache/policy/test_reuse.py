@@ -9,18 +9,18 @@ import pytest
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex
 from megatron_hybrid.cache.index.tree import NO_ORIGIN, Checkpoint, Kind, Origin
 from megatron_hybrid.cache.pages.allocator import PageAllocator
-from megatron_hybrid.cache.policy.flags import PolicyFlags
 from megatron_hybrid.cache.policy.reuse import (
     MEMORY,
     MOST_PROBABLE,
+    PRIOR_DISTANCES,
     PRIOR_GAP,
     PRIOR_PROBABILITY,
     WEIGHT,
     FateCounts,
+    PolicyFlags,
     ReuseModel,
     whole_power,
 )
-from megatron_hybrid.cache.policy.tail_distances import PRIOR_DISTANCES
 
 FOUND_MORE = Origin(mostly_known=True)
 AFTER_PROMPT, AFTER_ANSWER = Origin(Kind.PROMPT_END), Origin(Kind.ANSWER_END)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_hybrid.cache.policy.tail_distances import WINDOW, TailDistances
+from megatron_hybrid.cache.policy.reuse import WINDOW, TailDistances
 
 
 def observed(*distances):
