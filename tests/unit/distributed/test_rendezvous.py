@@ -63,7 +63,6 @@ def test_all_values_reach_all_ranks_in_order_again_and_again(job):
 @pytest.mark.parametrize("missing", RANKS)
 def test_a_rank_that_does_not_come_is_named_on_all_others(job, missing, monkeypatch, caplog):
     monkeypatch.setattr(rendezvous, "LINE_SECONDS", 0.05)
-    monkeypatch.setattr(rendezvous, "_ANSWER_SECONDS", 0.2)
 
     def work(rank):
         return None if rank == missing else exchange("a call", rank, RANKS, 1.5)
