@@ -134,25 +134,18 @@ class Drafts:
 
 
 class Lookup(Drafter):
-    """The rest of an answer that the cache knows (`known_answer`); else what followed the same
-    tokens in the request itself (`own_tokens`)."""
+    """What followed all of the same tokens in another request of the same salt: the rest of its
+    answer, of which the cache knows the tokens, held or not. Else what followed the same last
+    tokens before, in the prompt or in the answer: there is such a place where an answer quotes its
+    prompt, edits it or repeats itself."""
 
     def __init__(self, sources: DraftSources):
         self._cache = sources.cache
 
     def propose(self, request: Request, most: int) -> list[int]:
-        return self.known_answer(request, most) or self.own_tokens(request, most)
-
-    def known_answer(self, request: Request, most: int) -> list[int]:
-        """Return what followed all of the same tokens in another request of the same salt: the rest
-        of its answer, of which the cache knows the tokens, held or not."""
         tokens = request.tokens[: request.num_tokens]
-        return self._cache.known_after(request.lease, tokens, most).tolist()
-
-    def own_tokens(self, request: Request, most: int) -> list[int]:
-        """Return what followed the same last tokens before, in the prompt or in the answer. There
-        is such a place where an answer quotes its prompt, edits it or repeats itself."""
-        tokens = request.tokens[: request.num_tokens]
+        if known := self._cache.known_after(request.lease, tokens, most).tolist():
+            return known
         place = last_occurrence(tokens, tokens, LEAST_MATCH, LONGEST_MATCH)
         return tokens[place : place + most].tolist() if place else []
 

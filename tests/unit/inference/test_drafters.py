@@ -34,11 +34,13 @@ def test_what_followed_the_same_tokens_in_the_prompt():
     prompt = [*words, *words[:8]]
     engine = tiny_engine(tiny_model("*-"), speculation="lookup", num_speculative_tokens=5)
     request = engine.add_request(prompt, greedy(4))
-    own_tokens = engine.scheduler.draft_planner.drafts.drafter.own_tokens
-    assert own_tokens(request, 5) == words[8:13]
-    assert own_tokens(request, 2) == words[8:10]
-    request.tokens[request.num_tokens - 1] = 96 - words[7]
-    assert own_tokens(request, 5) == []
+    engine.step()
+    propose = engine.scheduler.draft_planner.drafts.drafter.propose
+    request.tokens[len(prompt)] = words[8]
+    assert propose(request, 5) == words[9:14]
+    assert propose(request, 2) == words[9:11]
+    request.tokens[len(prompt)] = 96 - words[8]
+    assert propose(request, 5) == []
 
 
 def test_an_answer_of_another_request_is_proposed_to_those_of_its_salt_alone():
