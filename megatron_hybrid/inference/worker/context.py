@@ -28,8 +28,6 @@ from megatron_hybrid.ops.to_device import to_device
 
 _ALIGNMENT = 256
 """Bytes, as of torch's own allocations."""
-
-
 Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of each array at its largest, in the order of the block."""
 
@@ -40,11 +38,6 @@ def _sizes(fields: Fields) -> list[int]:
 
 def _ends(fields: Fields) -> list[int]:
     return list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in _sizes(fields)))
-
-
-def buffer_bytes(fields: Fields) -> int:
-    """Bytes of a `StepBuffer` in host memory, and of its copy on another device."""
-    return _ends(fields)[-1]
 
 
 class StepBuffer:
@@ -132,7 +125,7 @@ def input_bytes(fields: Fields, device: torch.device) -> tuple[int, int]:
     """Bytes that a context takes: (in host memory, on the device). Both have block tables of all
     slots; a CPU has the buffer of a step once."""
     (num_entries,), dtype = fields["tables"]
-    tables, buffer = num_entries * dtype.itemsize, buffer_bytes(fields)
+    tables, buffer = num_entries * dtype.itemsize, _ends(fields)[-1]
     return tables + (0 if device.type == "cpu" else buffer), tables + buffer
 
 
@@ -587,10 +580,6 @@ class DynamicInferenceContext:
         """The hidden states in the requests' live slots, [n, H]: of the token before the first one
         of the step; zeros where there is none."""
         return self.memory.hidden()[self._inputs["slots"]]
-
-    def hidden_of(self, slots: list[int]) -> Tensor:
-        """The hidden states in these live slots, [n, H]."""
-        return self.memory.hidden()[to_device(slots, self.memory.device)]
 
     def ready_hidden(self) -> Tensor:
         """Last hidden states of the plan's ready requests, [n, H]."""

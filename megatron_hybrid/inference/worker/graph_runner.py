@@ -219,8 +219,8 @@ class GraphRunner:
             rows = [i * num_rows + j for i, count in enumerate(wanted) for j in range(count)]
             logits_nV = logits_nV.index_select(0, to_device(rows, logits_nV.device))
         if plan.ready:  # they need no forward
-            hidden_nH = self._context.hidden_of([ready.slot for ready in plan.ready])
-            ready_nV = self._model.compute_logits(hidden_nH)
+            slots_n = to_device([ready.slot for ready in plan.ready], logits_nV.device)
+            ready_nV = self._model.compute_logits(self._context.memory.hidden()[slots_n])
             logits_nV = torch.cat([logits_nV, ready_nV.to(logits_nV.dtype)])
         return logits_nV
 
