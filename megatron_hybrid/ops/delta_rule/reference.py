@@ -4,6 +4,9 @@ The gated one has one decay per row, Kimi Delta Attention (arXiv 2510.26692, sec
 channel.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from megatron_hybrid.ops.checks import compute_dtype, pad_rows, tokens_of, without_autocast
@@ -71,7 +74,7 @@ def delta_rule(
     is_slow = not is_gated and v_THP.device.type == "cpu" and not torch.is_grad_enabled()
     o_THP, final_RHNP, captured_nHNP = ragged_scan(
         _step,
-        _gated_chunked if is_gated else _kimi_chunked,
+        partial(_chunked, _products_by_row if is_gated else _products_by_channel),
         (q_f, k_f, v_f, g_f, beta_f),
         states_RHNP,
         layout,
@@ -81,30 +84,15 @@ def delta_rule(
     return pad_rows(o_THP.to(v_THP.dtype), layout), final_RHNP, captured_nHNP
 
 
-def _gated_chunked(
-    q_THN: torch.Tensor,
-    k_THN: torch.Tensor,
-    v_THP: torch.Tensor,
-    g_TH1: torch.Tensor,
-    beta_TH: torch.Tensor,
-    S_RHNP: torch.Tensor,
-    grid: ChunkGrid,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One decay per row: products of queries and keys first, then times their decays."""
-    q_SKLN, k_SKLN = (grid.pad(t).transpose(1, 2) for t in (q_THN, k_THN))
-    cum_SHL1 = grid.pad(g_TH1).transpose(1, 2).double().cumsum(2)
-    decay_SHLL = decay_matrix(cum_SHL1.squeeze(-1), v_THP.dtype)
-    repeats = v_THP.shape[1] // k_THN.shape[1]
-    return _solve_and_recur(
+def _products_by_row(
+    q_SKLN: torch.Tensor, k_SKLN: torch.Tensor, cum_SHL1: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `_chunked`: products of keys, and of queries and keys, first, then times their decays."""
+    repeats = cum_SHL1.shape[1] // k_SKLN.shape[1]
+    decay_SHLL = decay_matrix(cum_SHL1.squeeze(-1), k_SKLN.dtype)
+    return (
         _per_head(k_SKLN @ k_SKLN.mT, repeats) * decay_SHLL,
         _per_head(q_SKLN @ k_SKLN.mT, repeats) * decay_SHLL,
-        _per_head(q_SKLN, repeats),
-        _per_head(k_SKLN, repeats),
-        grid.pad(v_THP).transpose(1, 2),
-        cum_SHL1,
-        grid.pad(beta_TH).transpose(1, 2).unsqueeze(-1),
-        S_RHNP,
-        grid,
     )
 
 
@@ -113,28 +101,10 @@ def _per_head(x_SK: torch.Tensor, repeats: int) -> torch.Tensor:
     return x_SK if repeats == 1 else x_SK.repeat_interleave(repeats, dim=1)
 
 
-def _kimi_chunked(
-    q_THN: torch.Tensor,
-    k_THN: torch.Tensor,
-    v_THP: torch.Tensor,
-    g_THN: torch.Tensor,
-    beta_TH: torch.Tensor,
-    S_RHNP: torch.Tensor,
-    grid: ChunkGrid,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q_SHLN, k_SHLN, v_SHLP = (grid.pad(t).transpose(1, 2) for t in (q_THN, k_THN, v_THP))
-    cum_SHLN = grid.pad(g_THN).transpose(1, 2).double().cumsum(2)
-    keys_SHLL, scores_SHLL = _decayed_products(k_SHLN, q_SHLN, k_SHLN, cum_SHLN)
-    beta_SHL1 = grid.pad(beta_TH).transpose(1, 2).unsqueeze(-1)
-    return _solve_and_recur(
-        keys_SHLL, scores_SHLL, q_SHLN, k_SHLN, v_SHLP, cum_SHLN, beta_SHL1, S_RHNP, grid
-    )
-
-
-def _decayed_products(
-    x_SHLN: torch.Tensor, y_SHLN: torch.Tensor, k_SHLN: torch.Tensor, cum_SHLN: torch.Tensor
+def _products_by_channel(
+    q_SHLN: torch.Tensor, k_SHLN: torch.Tensor, cum_SHLN: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x_i exp(c_i - c_j)) . k_j and (y_i exp(c_i - c_j)) . k_j for i >= j, 0 above the diagonal.
+    """See `_chunked`; 0 above the diagonal.
 
     exp(c_i) exp(-c_j) would overflow. With a row m between j and i, exp(c_i - c_m) and
     exp(c_m - c_j) are both at most 1: each row of sub-blocks takes its start as m, and the decays
@@ -149,18 +119,19 @@ def _decayed_products(
     rows = []
     before_SHjN, cut_SH1N = k_SHLN[:, :, :0], cum_SHLN[:, :, :1]
     for i in range(0, L, SUB_BLOCK):
-        x_SHlN, y_SHlN, k_SHlN, cum_SHlN = (
-            t[:, :, i : i + SUB_BLOCK] for t in (x_SHLN, y_SHLN, k_SHLN, cum_SHLN)
+        # Keys of rows and keys before them are cut apart, as the bits of gradients depend on it.
+        x_SHlN, q_SHlN, k_SHlN, cum_SHlN = (
+            t[:, :, i : i + SUB_BLOCK] for t in (k_SHLN, q_SHLN, k_SHLN, cum_SHLN)
         )
         size = k_SHlN.shape[2]
-        xy_SHlN = torch.cat([x_SHlN, y_SHlN], dim=2)
-        far_SHxj = (xy_SHlN * decay(cum_SHlN, cut_SH1N).repeat(1, 1, 2, 1)) @ before_SHjN.mT
+        kq_SHlN = torch.cat([x_SHlN, q_SHlN], dim=2)
+        far_SHxj = (kq_SHlN * decay(cum_SHlN, cut_SH1N).repeat(1, 1, 2, 1)) @ before_SHjN.mT
 
         future = torch.ones(size, size, dtype=torch.bool, device=k_SHLN.device).triu_(1)
         diff_SHllN = (cum_SHlN.unsqueeze(3) - cum_SHlN.unsqueeze(2)).to(dtype)
         decay_SHllN = diff_SHllN.masked_fill(future.unsqueeze(-1), -torch.inf).exp()
-        xy_SHlN2 = torch.stack([x_SHlN, y_SHlN], dim=-1)
-        near_SHll2 = (decay_SHllN * k_SHlN.unsqueeze(2)) @ xy_SHlN2
+        kq_SHlN2 = torch.stack([x_SHlN, q_SHlN], dim=-1)
+        near_SHll2 = (decay_SHllN * k_SHlN.unsqueeze(2)) @ kq_SHlN2
 
         near_SHxl = near_SHll2.permute(0, 1, 4, 2, 3).flatten(2, 3)
         behind_SHx = near_SHxl.new_zeros(*near_SHxl.shape[:3], L - i - size)
@@ -213,14 +184,13 @@ def _step(
     return o_RH1P.squeeze(2)
 
 
-def _solve_and_recur(
-    keys_SHLL: torch.Tensor,
-    scores_SHLL: torch.Tensor,
-    q_SHLN: torch.Tensor,
-    k_SHLN: torch.Tensor,
-    v_SHLP: torch.Tensor,
-    cum_SHLN: torch.Tensor,
-    beta_SHL1: torch.Tensor,
+def _chunked(
+    products: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    q_THN: torch.Tensor,
+    k_THN: torch.Tensor,
+    v_THP: torch.Tensor,
+    g_THN: torch.Tensor,
+    beta_TH: torch.Tensor,
     S_RHNP: torch.Tensor,
     grid: ChunkGrid,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -232,16 +202,24 @@ def _solve_and_recur(
     U and W are solved for all chunks and heads at once and only S0 is sequential.
 
     Args:
-        keys_SHLL, scores_SHLL: (k_i exp(c_i - c_j)) . k_j and (q_i exp(c_i - c_j)) . k_j; of keys
-            only the part strictly below the diagonal is read, scores are 0 above it.
-        q_SHLN, k_SHLN, v_SHLP, beta_SHL1: the inputs on the grid.
-        cum_SHLN: c in float64, `[S, H, L, N]` or `[S, H, L, 1]`.
+        products: takes q, k and c on the grid and returns (k_i exp(c_i - c_j)) . k_j and
+            (q_i exp(c_i - c_j)) . k_j; of the former only the part strictly below the diagonal is
+            read, the latter are 0 above it.
+        q_THN, k_THN, v_THP, beta_TH: the inputs.
+        g_THN: log decays, `[T, H, N]` or `[T, H, 1]`.
         S_RHNP: initial states.
         grid: the chunks.
 
     Returns:
         Outputs of the tokens, final states and captured states.
     """
+    q_SHLN, k_SHLN, v_SHLP, g_SHLN = (
+        grid.pad(t).transpose(1, 2) for t in (q_THN, k_THN, v_THP, g_THN)
+    )
+    beta_SHL1 = grid.pad(beta_TH).transpose(1, 2).unsqueeze(-1)
+    cum_SHLN = g_SHLN.double().cumsum(2)
+    keys_SHLL, scores_SHLL = products(q_SHLN, k_SHLN, cum_SHLN)
+    q_SHLN, k_SHLN = (_per_head(t, v_SHLP.shape[1] // t.shape[1]) for t in (q_SHLN, k_SHLN))
     P, dtype = v_SHLP.shape[-1], v_SHLP.dtype
     reach_SHLN = cum_SHLN.exp().to(dtype)
     sources_SHLX = torch.cat([v_SHLP * beta_SHL1, k_SHLN * (beta_SHL1 * reach_SHLN)], dim=-1)
