@@ -21,6 +21,7 @@ from megatron_hybrid import (
     RequestOptions,
     SamplingParams,
 )
+from megatron_hybrid.inference.requests.request import Request
 from megatron_hybrid.inference.worker.graph_runner import graph_sizes, planned_bytes
 from megatron_hybrid.tools.rates import RESTORED
 from megatron_hybrid.tools.roofline import ModelWork
@@ -95,8 +96,7 @@ def decodes(bench: Bench, model: HybridModel, batches: Sequence[int]) -> Iterato
             engine.add_request(random_prompt(rng, model, context), params, growing_text=False)
             for _ in range(batch)
         ]
-        while any(request.first_token_at is None for request in requests):
-            engine.step()
+        until_first_tokens(engine, requests)
         for _ in range(3):  # the first decodes compile kernels
             engine.step()
         middle = [context + len(r.token_ids) + steps // 2 for r in requests]
@@ -234,17 +234,26 @@ def first_token(
         options: of the request.
     """
     request = engine.add_request(prompt, ONE_TOKEN, options)
-
-    def until_first() -> None:
-        while request.first_token_at is None:
-            engine.step()
-
-    elapsed = bench.wall_seconds(until_first)
+    elapsed = bench.wall_seconds(lambda: until_first_tokens(engine, [request]))
     while engine.has_work:
         engine.step()
     found = request.result().prefix.skipped_tokens
     assert skipped in (None, found), f"{found} tokens were restored, not {skipped}"
     return elapsed
+
+
+def until_first_tokens(engine: DynamicInferenceEngine, requests: Sequence[Request]) -> None:
+    """Run steps until each request has its first token.
+
+    Raises:
+        RuntimeError: one has ended without, as by NaN. Waited for, it would take all of the part's
+            time.
+    """
+    while waiting := [request for request in requests if request.first_token_at is None]:
+        for request in waiting:
+            if request.closed:
+                raise RuntimeError(f"a request ended before its first token: {request.error}")
+        engine.step()
 
 
 def saves(bench: Bench, model: HybridModel) -> Iterator[Row]:
