@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from compiling_process import HELPERS, run_compiling
+from matrix import matrix_rows
 from triton.runtime.autotuner import Config
 from triton.runtime.errors import OutOfResources
 
@@ -19,8 +20,7 @@ NOT_COMPUTED = re.compile(
 """What checks say of kernels that did not run."""
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("which", ["kept", "others"])
+@pytest.mark.parametrize("which", matrix_rows(["kept", "others"], "kept"))
 def test_each_part_runs_to_its_end_and_only_values_are_wrong(which):
     rows, ends, found = [], {}, []
     for line in run_compiling(str(HELPERS / "stubbed_parts.py"), which).splitlines():
