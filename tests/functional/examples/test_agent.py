@@ -1,9 +1,9 @@
 """The example of an agent and its page, against one server of the demo model."""
 
-import importlib.util
 import re
 from pathlib import Path
 
+import agent
 import pytest
 from http_server import running_server
 
@@ -18,17 +18,7 @@ def server():
         yield server
 
 
-@pytest.fixture(scope="module")
-def agent():
-    spec = importlib.util.spec_from_file_location("agent", ROOT / "examples" / "agent.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_each_turn_of_the_agent_skips_the_prompt_of_the_one_before(
-    server, agent, monkeypatch, capsys
-):
+def test_each_turn_of_the_agent_skips_the_prompt_of_the_one_before(server, monkeypatch, capsys):
     monkeypatch.setattr(agent, "PLAN", ["look_up"])
     agent.main(["--url", server.url])
     head, *rows, total = capsys.readouterr().out.splitlines()
@@ -40,7 +30,7 @@ def test_each_turn_of_the_agent_skips_the_prompt_of_the_one_before(
     assert max(map(len, (head, *rows, total))) <= 80
 
 
-def test_the_tools_of_the_agent_answer_and_tell_what_was_wrong(agent):
+def test_the_tools_of_the_agent_answer_and_tell_what_was_wrong():
     assert agent.result_of("look_up", '{"person": "king"}') == "61"
     assert agent.result_of("calculate", '{"expression": "61 - 19"}') == "42"
     wrong = [("look_up", '{"person": "cat"}'), ("calculate", '{"expression": "1"}'), ("sing", "{}")]

@@ -1,37 +1,25 @@
 """The example of reinforcement learning: it learns, on exact log-probabilities and few tokens, on
 one rank and on two replicas of two."""
 
-import importlib.util
 import io
 import os
 import socket
-import sys
 from contextlib import redirect_stdout
-from functools import cache
-from pathlib import Path
 from unittest import mock
 
 import pytest
+import rl_rollout
 import torch
 from matrix import matrix_rows
 from rank_processes import run_ranks
 
 RAN = ["on_one_rank", "on_four_ranks"]
-EXAMPLE = Path(__file__).parents[3] / "examples" / "rl_rollout.py"
-
-
-@cache
-def example():
-    spec = importlib.util.spec_from_file_location("rl_rollout", EXAMPLE)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def run_main(num_updates, *arguments):
     """What `main` prints, its updates, the samples of each, and the replicated parameters."""
-    module, updates, samples, models = example(), [], [], []
-    run, train_step = module.run, module.train_step
+    updates, samples, models = [], [], []
+    run, train_step = rl_rollout.run, rl_rollout.train_step
 
     def noted_run(tensor_parallel):
         for update in run(num_updates, tensor_parallel):
@@ -45,9 +33,9 @@ def run_main(num_updates, *arguments):
 
     with (
         redirect_stdout(io.StringIO()) as printed,
-        mock.patch.multiple(module, run=noted_run, train_step=noted_step),
+        mock.patch.multiple(rl_rollout, run=noted_run, train_step=noted_step),
     ):
-        module.main(arguments)
+        rl_rollout.main(arguments)
     parameters = models[0].named_parameters()
     replicated = {
         name: parameter.detach()
@@ -93,7 +81,7 @@ def ran(request):
 
 @pytest.fixture(scope="module")
 def updates(ran):
-    return [example().Update(**update) for update in ran["updates"]]
+    return [rl_rollout.Update(**update) for update in ran["updates"]]
 
 
 @pytest.mark.matrix
@@ -108,14 +96,14 @@ def test_rollouts_and_training_agree_on_log_probs_to_the_bit(updates):
 
 
 def test_a_turn_computes_what_is_new_and_nothing_of_older_weights(updates):
-    module = example()
     for update in updates:
-        prompt, samples = len(module.SYSTEM) + 9, module.PROMPTS * module.SAMPLES
+        prompt = len(rl_rollout.SYSTEM) + 9
+        samples = rl_rollout.PROMPTS * rl_rollout.SAMPLES
         first, second = (percent / 100 * samples for percent in update.skipped_percent)
         # In each update the system prompt is computed anew, once.
-        assert first * prompt <= samples * prompt - len(module.SYSTEM) - module.PROMPTS
+        assert first * prompt <= samples * prompt - len(rl_rollout.SYSTEM) - rl_rollout.PROMPTS
         # A second turn of each sample computes the reply, of two tokens, at most.
-        longer = prompt + module.ANSWER_TOKENS + 2
+        longer = prompt + rl_rollout.ANSWER_TOKENS + 2
         assert second * longer >= samples * (longer - 2) - 1e-6
 
 
@@ -152,5 +140,5 @@ def test_only_the_first_rank_prints(on_four_ranks):
 
 def test_replicas_that_do_not_divide_the_ranks_are_refused(capsys):
     with pytest.raises(SystemExit):
-        example().main(["--dp", "2"])
+        rl_rollout.main(["--dp", "2"])
     assert "--dp 2 does not divide the 1 ranks" in capsys.readouterr().err
