@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import write_folders
 from rank_processes import join_ranks, run_ranks
 from safetensors.torch import load_file
 
@@ -33,40 +34,23 @@ class Broken:
     error: str
 
 
-def _equal(*rows: str) -> dict[str, str | Broken | None]:
-    return dict.fromkeys(rows)
-
-
 STACKED = r"in one tensor of torch.float8_e4m3fn in .*, with its scale in .*down_proj_weight_scale"
-TABLE: dict[str, dict[str, str | Broken | None]] = {
-    "llmcompressor": _equal(
-        *("w4a16", "w4a16-asymmetric", "w8a16-asymmetric", "nvfp4a16", "fp8-dynamic", "fp8-block"),
-        *("w4a16-qwen3_next", "w4a16-minimax_m2", "w4a16-gpt_oss", "w4a16-llama4"),
-        "w4a16-granitemoehybrid",
+UNEXPECTED = Broken("WQLinear_GEMM.__init__() got an unexpected keyword")
+TURNED_DOWN: dict[tuple[str, str], str | Broken] = {
+    ("gptqmodel", "gptq-gpt_oss"): "GPTQModel packs each half of them as one",
+    ("gptqmodel", "gptq-llama4"): Broken(
+        "layer module item `feed_forward.experts.0.gate_proj` not found"
     ),
-    "gptqmodel": {
-        **_equal("gptq", "gptq-asymmetric", "gptq_v2-asymmetric", "awq", "gptq-minimax_m2"),
-        "gptq-gpt_oss": "GPTQModel packs each half of them as one",
-        "gptq-llama4": Broken("layer module item `feed_forward.experts.0.gate_proj` not found"),
-        "gptq-granitemoehybrid": Broken("has no attribute 'torch_forward'"),
-    },
-    "modelopt": {
-        **_equal("fp8", "fp8-block", "fp8-channel", "nvfp4", "fp8-minimax_m2"),
-        **dict.fromkeys(("fp8-gpt_oss", "fp8-llama4"), STACKED),
-        **_equal("fp8-granitemoehybrid"),
-    },
-    "auto_round": {
-        **_equal("auto_round", "auto_gptq", "auto_awq"),
-        **dict.fromkeys(
-            ("auto_round-asymmetric", "auto_round-auto_awq"),
-            Broken("WQLinear_GEMM.__init__() got an unexpected keyword"),
-        ),
-    },
-    "torchao": {"int8": "quant_method='torchao'"},
-    "awq": _equal("gemm"),
+    ("gptqmodel", "gptq-granitemoehybrid"): Broken("has no attribute 'torch_forward'"),
+    ("modelopt", "fp8-gpt_oss"): STACKED,
+    ("modelopt", "fp8-llama4"): STACKED,
+    ("auto_round", "auto_round-asymmetric"): UNEXPECTED,
+    ("auto_round", "auto_round-auto_awq"): UNEXPECTED,
+    ("torchao", "int8"): "quant_method='torchao'",
 }
-"""By package and row of `write_folders.py`: what becomes of the folder here; None: it is equal."""
-ROWS = [(package, row) for package, rows in TABLE.items() for row in rows]
+"""By package and row of `write_folders.py`: why a folder is refused here, or was not written. All
+others are equal."""
+ROWS = [(package, row) for package, rows in write_folders.ROWS.items() for row in rows]
 PROMPT = list(range(3, 43))
 
 
@@ -75,13 +59,12 @@ def folder_of(tmp_path_factory):
     """Where a package has written a row, with all others of the same model."""
     root = tmp_path_factory.mktemp("written")
     paths = (TESTS.parent, TESTS / "helpers", TESTS / "functional" / "huggingface")
-    script = Path(__file__).with_name("write_folders.py")
 
     def place(package: str, row: str) -> Path:
         folder = root / package
         if not (folder / row).exists():
             done = subprocess.run(
-                [sys.executable, str(script), package, str(folder), row],
+                [sys.executable, write_folders.__file__, package, str(folder), row],
                 cwd=root,  # where they leave logs and more
                 env={**os.environ, "PYTHONPATH": ":".join(map(str, paths))},
                 stdout=subprocess.PIPE,
@@ -127,7 +110,7 @@ def run_rank(rank: int, folder: Path, size: str) -> None:
 
 @pytest.mark.parametrize(("package", "row"), ROWS, ids=map("-".join, ROWS))
 def test_a_folder_of_a_package_is_equal_or_refused(folder_of, package, row):
-    folder, refusal = folder_of(package, row), TABLE[package][row]
+    folder, refusal = folder_of(package, row), TURNED_DOWN.get((package, row))
     error = (folder / "error.txt").read_text() if (folder / "error.txt").exists() else ""
     if isinstance(refusal, Broken):
         assert refusal.error in error, "the package writes this row now: change the table"

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from huggingface import build
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
@@ -85,6 +84,8 @@ ROWS: dict[str, dict[str, tuple]] = {
 
 def source_of(name: str, folder: Path) -> Path:
     """A tiny model in bf16 with a tokenizer, saved by transformers."""
+    from huggingface import build  # which the test alone has on its path for this script
+
     model = build(name.partition(":")[0], **SIZES, **MORE_SIZES.get(name, {}))
     model.to(torch.bfloat16).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(90)}, unk_token="w0"))
