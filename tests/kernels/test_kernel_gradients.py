@@ -3,11 +3,9 @@
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from op_calls import FLAT
 from reference import greedy, tiny_engine
 from saved_tensors import Saved
 from small_models import random_tokens, small_config
-from torch.utils._pytree import tree_leaves
 
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.models.saved_bytes import count_saved_bytes, planned_model
@@ -26,14 +24,6 @@ SERVED = {
 """Pattern of layers -> an op of theirs, the backend that has to serve it, whether the gradient is a
 kernel's, and what is kept as a share of plain torch's. Queries and keys are kept before their
 rotation, too; in 16 bits the share of attention is 0.81."""
-
-
-UNTRAINED = {"expert_mlps", "packed_linear", "unpack"}
-"""By torch's own products, and of weights that have no gradient."""
-
-
-def is_float(each):
-    return isinstance(each, torch.Tensor) and each.is_floating_point()
 
 
 @pytest.mark.usefixtures("loops_over_tensors")
@@ -80,18 +70,3 @@ def test_packed_rows_have_the_bits_of_a_prefill(pattern, fields):
     tokens = torch.tensor([[token for prompt in prompts for token in prompt]])
     assert model.train()(tokens, labels=tokens, packed_seq_params=packed).requires_grad
     assert torch.equal(rows[-1][:70], rows[0][:70])
-
-
-@pytest.mark.parametrize("name", sorted(FLAT.keys() & dispatch.OPS.keys() - UNTRAINED))
-def test_gradients_of_ops_by_row_are_those_in_float64(name):
-    op, results = dispatch.OPS[name], []
-    for run, dtype in ((op.reference, torch.float64), (op, torch.float32)):
-        inputs = [
-            each.to(dtype).requires_grad_() if is_float(each) else each for each in FLAT[name]()
-        ]
-        found = [each for each in tree_leaves(run(*inputs)) if each is not None]
-        total = sum((each * torch.arange(each.numel()).view_as(each)).sum() for each in found)
-        leaves = [each for each in inputs if is_float(each)]
-        results.append([*found, *torch.autograd.grad(total, leaves)])
-    for right, found in zip(*results, strict=True):
-        torch.testing.assert_close(found.double(), right.double(), rtol=1e-5, atol=1e-5)
