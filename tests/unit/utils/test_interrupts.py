@@ -1,4 +1,5 @@
-"""Ctrl-C: in the middle of a step it waits, and nothing is lost or counted twice."""
+"""Ctrl-C: in the middle of a step it waits, and nothing is lost or counted twice. A run that is
+asked to end finishes its step; a later one ends it at once."""
 
 import itertools
 import signal
@@ -11,7 +12,9 @@ from reference import finish, greedy, greedy_tokens, random_tokens, tiny_engine,
 from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.inference.requests.request import Request
 from megatron_hybrid.offload.disk_store import DiskStore
+from megatron_hybrid.utils import stop_signals as module
 from megatron_hybrid.utils.interrupts import defer_sigint
+from megatron_hybrid.utils.stop_signals import stop_signals
 
 pytestmark = pytest.mark.usefixtures("interrupts")
 MODEL = tiny_model()
@@ -281,3 +284,41 @@ def test_a_deferred_interrupt_is_let_in_where_nothing_is_half_done():
             press()  # waits again
             seen.append("clean-up")
     assert seen == ["inner", "clean-up"]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that a test sets."""
+    seconds = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: seconds[0])
+    return seconds
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_asks_for_the_end_and_raises_nothing(number):
+    before = signal.getsignal(number)
+    with stop_signals() as stop:
+        assert not stop.is_set()
+        signal.raise_signal(number)
+        assert stop.is_set()
+    assert signal.getsignal(number) is before
+
+
+def test_one_ctrl_c_that_arrives_from_terminal_and_torchrun_is_one(clock):
+    with stop_signals() as stop:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+            clock[0] += 0.5
+        assert stop.is_set()
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_later_ctrl_c_ends_at_once(clock, first):
+    with stop_signals():
+        signal.raise_signal(first)
+        clock[0] += 1.5
+        signal.raise_signal(signal.SIGINT)
+        clock[0] += 1
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

@@ -1,7 +1,11 @@
-"""The drawings in docs/drawings are those that the script makes."""
+"""Drawings of the docs are those that their scripts make, and the picture of README.md has the
+numbers of the replay."""
 
+import json
+import re
 import xml.etree.ElementTree as ET
 
+from benchmarks import plots
 from benchmarks.drawings.__main__ import FOLDER, files
 from benchmarks.drawings.svg import WIDTH
 
@@ -20,3 +24,17 @@ def test_text_of_the_drawings_fits_and_can_be_read_on_small_screens():
             left = {"start": x, "middle": x - width / 2, "end": x - width}[text.get("text-anchor")]
             assert left >= 0 and left + width <= WIDTH, (name, text.text)
             assert size >= 13, (name, text.text)
+
+
+def test_the_chart_is_that_of_the_replay():
+    replay = plots.RESULTS / "replay.json"
+    cells = json.loads(replay.read_text(encoding="utf-8"))["cells"]
+    drawn = (plots.FOLDER / "skipped.svg").read_text(encoding="utf-8")
+    percents = [
+        f"{plots.skipped(cells, workload, size, engines):.0f}"
+        for _, workload, size in plots.ROWS
+        for _, engines, _ in plots.BARS
+    ]
+    shown = re.findall(r"<text[^>]*>(\d+)</text>", drawn)
+    assert shown == percents
+    assert plots.skipped(cells, "chat", 4, ("vllm", "vllm-fine")) == 50.02
