@@ -114,16 +114,6 @@ def test_text_files_are_documents_or_lines_of_them(folder, tmp_path):
     assert stored(tmp_path / "lines") == expected(folder, ["one", "two", "three漢", "four"])
 
 
-def test_the_dataset_trains(folder, tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts(50)])
-    preprocess([path], folder, tmp_path / "new" / "data")
-    fields = DataFields(32, train=[str(tmp_path / "new" / "data")])
-    tokenizer = Tokenizer.from_folder(folder)
-    train, _, _ = build_datasets(fields, tokenizer, (None, 0, 0))
-    row = train[0]
-    assert len(row["lengths"]) > 1 and "fox" in tokenizer.detokenize(row["tokens"].tolist()).lower()
-
-
 def test_token_ids_are_stored_as_core_stores_them():
     for size in (10, 65499, 65500, 1 << 20):
         assert token_dtype(size) is DType.optimal_dtype(size)
@@ -361,33 +351,24 @@ def test_parquet_needs_pyarrow(folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "match"),
+    ("is_bare", "output", "options", "match"),
     [
-        ({"workers": 0}, "workers is 0; it must be a whole number from 1"),
-        ({"chat": True, "append_eod": True}, "the template writes the end tokens"),
+        (False, "data", {"workers": 0}, "workers is 0; it must be a whole number from 1"),
+        (False, "data", {"chat": True, "append_eod": True}, "the template writes the end tokens"),
+        (False, "made", {}, "made.idx exists: remove it, or name another output"),
+        (True, "data", {}, "has no end token: give it an eos_token .*--no-append"),
+        (True, "data", {"chat": True}, "has no chat template, which --chat needs"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(folder, tmp_path, options, match):
+def test_what_does_not_fit_is_refused(folder, tmp_path, is_bare, output, options, match):
     path = write_lines(tmp_path / "a.jsonl", [{"text": "one"}])
+    preprocess([path], folder, tmp_path / "made")
+    if is_bare:
+        bare = Tokenizer(Tokenizer.from_folder(folder)._tokenizer)
+        folder = tmp_path / "bare"
+        bare.save(folder)
     with pytest.raises(ValueError, match=match):
-        preprocess([path], folder, tmp_path / "data", **options)
-
-
-def test_a_tokenizer_that_lacks_what_is_needed_is_refused(folder, tmp_path):
-    bare = Tokenizer(Tokenizer.from_folder(folder)._tokenizer)
-    bare.save(tmp_path / "bare")
-    path = write_lines(tmp_path / "a.jsonl", [{"text": "one"}])
-    with pytest.raises(ValueError, match=r"has no end token: give it an eos_token .*--no-append"):
-        preprocess([path], tmp_path / "bare", tmp_path / "data")
-    with pytest.raises(ValueError, match="has no chat template, which --chat needs"):
-        preprocess([path], tmp_path / "bare", tmp_path / "data", chat=True)
-
-
-def test_a_dataset_is_not_overwritten(folder, tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", [{"text": "one"}])
-    preprocess([path], folder, tmp_path / "data")
-    with pytest.raises(ValueError, match=r"data.idx exists: remove it, or name another output"):
-        preprocess([path], folder, tmp_path / "data")
+        preprocess([path], folder, tmp_path / output, **options)
 
 
 def preprocess_in_a_group(command: list[str]) -> None:
