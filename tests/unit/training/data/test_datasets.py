@@ -53,6 +53,7 @@ def test_rows_are_joined_documents_and_each_is_a_sequence(prefix):
     train, valid, test = build_datasets(fields, TOKENIZER, (30, 0, 0))
     assert valid is None and test is None and len(train) >= 30
     for row in rows(train):
+        assert row.keys() == {"tokens", "labels", "loss_mask", "lengths"}  # no mask of attention
         tokens, labels, mask = row["tokens"], row["labels"], row["loss_mask"]
         assert tokens.dtype == labels.dtype == torch.int64 and mask.dtype == torch.float32
         assert tokens.shape == labels.shape == mask.shape == (16,)
@@ -88,12 +89,6 @@ def test_the_order_follows_from_the_seed(prefix):
 
     assert torch.equal(first_rows(), first_rows())
     assert not torch.equal(first_rows(), first_rows(seed=7))
-
-
-def test_no_mask_of_a_square_of_tokens_is_made(prefix):
-    fields = DataFields(8192, train=[prefix])
-    train, _, _ = build_datasets(fields, TOKENIZER, (1, 0, 0))
-    assert set(train[0]) == {"tokens", "labels", "loss_mask", "lengths"}
 
 
 def test_split_gives_each_part_its_own_documents(prefix):
@@ -318,6 +313,7 @@ def test_kinds_are_not_mixed_up(prefix, chats):
 
 def test_a_part_without_documents_is_refused_not_waited_for(tmp_path):
     path = write_documents(tmp_path / "few", documents(3), TOKENIZER)
+    refuse("there is no valid data: name datasets in valid", path, samples=(4, 4, 0))
     wanted = {"train": [], "blend": [path], "samples": (4, 4, 0)}
     refuse("few has 3 documents, of which split '969,30,1' gives none .* to valid", path, **wanted)
     refuse("split is '1,0,0', which leaves nothing for valid", path, **wanted, split="1,0,0")
@@ -338,7 +334,10 @@ def test_a_dataset_made_anew_has_an_order_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("cache_path", [None, "cache"])
-def test_a_torn_cache_is_named(prefix, tmp_path, cache_path):
+def test_a_torn_cache_or_one_that_cannot_be_written_is_named(prefix, tmp_path, cache_path):
+    file = tmp_path / "file"
+    file.touch()
+    refuse(f"{file} cannot be written: set cache_path", prefix, cache_path=file)
     cache = tmp_path / cache_path if cache_path else None
     fields = DataFields(16, train=[prefix], cache_path=cache)
     build_datasets(fields, TOKENIZER, (30, 0, 0))
@@ -347,17 +346,6 @@ def test_a_torn_cache_is_named(prefix, tmp_path, cache_path):
     refuse(f"{path} is torn, .*: remove it, it is made anew", prefix, cache_path=cache)
     path.unlink()
     build_datasets(fields, TOKENIZER, (30, 0, 0))
-
-
-def test_a_cache_that_cannot_be_written_is_refused(prefix, tmp_path):
-    (tmp_path / "file").touch()
-    refuse(
-        f"{tmp_path}/file cannot be written: set cache_path", prefix, cache_path=tmp_path / "file"
-    )
-
-
-def test_data_that_nobody_named_are_refused(prefix):
-    refuse("there is no valid data: name datasets in valid", prefix, samples=(4, 4, 0))
 
 
 @pytest.mark.parametrize(
@@ -406,6 +394,7 @@ def test_rows_hold_every_sequence_once_and_little_else(seed, longest, capacity):
 
 
 def test_the_best_fit_is_found():
+    assert packed([], 8) == []
     assert sorted(map(len, packed([6, 5, 4, 3, 2, 1, 7], 7))) == [1, 2, 2, 2]
 
 
@@ -414,7 +403,3 @@ def test_equal_sequences_change_company_with_the_seed():
     assert packed(lengths, 16, 1) == packed(lengths, 16, 1) != packed(lengths, 16, 2)
     company = {frozenset(row) for row in packed(lengths, 16, 1)}
     assert company != {frozenset(row) for row in packed(lengths, 16, 2)}
-
-
-def test_nothing_is_packed_in_no_rows():
-    assert packed([], 8) == []
