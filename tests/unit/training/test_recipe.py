@@ -77,12 +77,10 @@ def test_the_sizes_of_a_model_have_its_part_for_multi_token_prediction_on_reques
     ("override", "message"),
     [
         ("run.steps", "'run.steps' is no override: write section.field=value"),
-        ("=3", "'=3' is no override"),
         ("run.=3", "'run.=3' is no override"),
         ("run.steps=[1", "is no YAML"),
         ("run.stesp=3", "run has no field 'stesp': did you mean steps?"),
         ("runs.steps=3", "the recipe has no field 'runs': did you mean run?"),
-        ("tokenizer.path=3", "tokenizer has no fields"),
         ("run.steps.more=3", "steps has no fields"),
         ("model=", "model is None; it must be a section"),
         ("model.hiden_size=3", "model has no field 'hiden_size': did you mean hidden_size?"),
@@ -104,7 +102,6 @@ def test_a_wrong_override_is_refused(path, override, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "has no sections"),
         ("- a", "has no sections"),
         ("model: {", "is no YAML"),
         ("data: {}", "the recipe has no section 'model'"),

@@ -2,6 +2,7 @@
 
 import math
 import os
+import socket
 from functools import partial
 
 import pytest
@@ -265,7 +266,8 @@ def test_the_end_of_the_data_is_told(text, tmp_path):
 
 def test_a_folder_has_one_run_at_a_time(text, tmp_path):
     first = build(recipe_of(text), tmp_path)
-    with pytest.raises(OSError, match=f"a run that is under way, by process {os.getpid()} on "):
+    holder = f"by process {os.getpid()} on {socket.gethostname()}, since 00:"
+    with pytest.raises(OSError, match=f"{tmp_path} belongs to a run that is under way, {holder}"):
         build(recipe_of(text), tmp_path)
     first.close()
     second = build(recipe_of(text), tmp_path)

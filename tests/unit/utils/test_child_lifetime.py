@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import select
 import signal
-import socket
 import time
 from types import SimpleNamespace
 
@@ -190,17 +189,6 @@ def test_a_process_ends_with_its_parent_also_where_a_fork_lives_on():
     fork.kill()
     for each in started:
         os.close(each)
-
-
-def test_a_second_run_is_refused_with_pid_host_and_age_of_the_first(tmp_path):
-    lock = RunLock(tmp_path)
-    with pytest.raises(OSError) as error:
-        RunLock(tmp_path)
-    holder = f"by process {os.getpid()} on {socket.gethostname()}, since 00:00:0"
-    assert holder in str(error.value) and f"the folder {tmp_path} belongs to" in str(error.value)
-    lock.release()
-    assert not (tmp_path / LOCK).exists()
-    RunLock(tmp_path).release()
 
 
 def test_the_lock_of_a_dead_run_is_taken_over_though_its_forks_live(tmp_path, pipe):
