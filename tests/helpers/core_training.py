@@ -1,6 +1,7 @@
 """megatron-core's data parallelism and optimizer around a model."""
 
 import pytest
+from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -16,6 +17,13 @@ from megatron.core.optimizer import (
 ignore_warnings_of_core = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::UserWarning:torch.distributed.*", "ignore:The .grad attribute"
 )
+
+
+def set_up_groups(sizes):
+    """Core's groups anew. sizes: fields of a model's config; others than sizes are left out."""
+    parallel_state.destroy_model_parallel()
+    sizes = {name: size for name, size in sizes.items() if name.endswith("_size")}
+    parallel_state.initialize_model_parallel(**sizes)
 
 
 def data_parallel(model, inner=None, finalize=finalize_model_grads, **options):

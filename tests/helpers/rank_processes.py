@@ -53,9 +53,10 @@ def on_ranks(work: Callable, num_ranks: int, folder: Path, *args: Any) -> list[A
     Args:
         work: a function at the top of a module.
         num_ranks: processes to start, of one thread each.
-        folder: an empty one, for the rendezvous and the results.
+        folder: an empty one, for the rendezvous and the results; made if it is not there.
         args: what can be pickled.
     """
+    folder.mkdir(exist_ok=True)
     run_ranks(_run_rank, (num_ranks, folder, work, args), num_ranks)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
 

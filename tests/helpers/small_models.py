@@ -1,6 +1,7 @@
 """Small random models for the tests of this folder."""
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
@@ -65,6 +66,13 @@ def fill_adapters(model: HybridModel, std: float = 0.1, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for projection in adapters_of(model).values():
         nn.init.normal_(projection.lora.b, std=std, generator=generator)
+
+
+def packed_params(*bounds: int, padded: list[int] | None = None) -> PackedSeqParams:
+    """Of sequences between these rows."""
+    ends = torch.tensor(bounds, dtype=torch.int32)
+    more = None if padded is None else torch.tensor(padded, dtype=torch.int32)
+    return PackedSeqParams("thd", ends, ends, more, more)
 
 
 def random_tokens(*shape: int, vocab_size: int = 61) -> torch.Tensor:

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from reference import greedy, tiny_engine
 from saved_tensors import Saved
-from small_models import random_tokens, small_config
+from small_models import packed_params, random_tokens, small_config
 
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.models.saved_bytes import count_saved_bytes, planned_model
@@ -34,8 +33,7 @@ def test_a_step_by_kernels_has_the_gradients_of_plain_torch(pattern, monkeypatch
     model = build_hybrid_model(config).train()
     tokens, served, results = random_tokens(1, 71), set(), []
     kept: list[int] = []
-    ends = torch.tensor([0, 1, 40, 68], dtype=torch.int32)
-    packed = PackedSeqParams("thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    packed = packed_params(0, 1, 40, 68)
 
     def run(op, backend, inputs, original=dispatch.Op._run):
         served.add((op.name, backend.name, backend.again(*inputs) is not None))
@@ -65,8 +63,7 @@ def test_packed_rows_have_the_bits_of_a_prefill(pattern, fields):
     model.decoder.register_forward_hook(lambda *call: rows.append(call[-1].detach()))
     prompts = [random_tokens(1, n)[0].tolist() for n in (40, 3, 27)]
     tiny_engine(model.eval(), prefix_caching="off").generate(prompts, greedy(1))
-    ends = torch.tensor([0, 40, 43, 70], dtype=torch.int32)
-    packed = PackedSeqParams("thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    packed = packed_params(0, 40, 43, 70)
     tokens = torch.tensor([[token for prompt in prompts for token in prompt]])
     assert model.train()(tokens, labels=tokens, packed_seq_params=packed).requires_grad
     assert torch.equal(rows[-1][:70], rows[0][:70])

@@ -4,7 +4,7 @@ on all ranks and with different ones."""
 import pytest
 import torch
 import torch.distributed as dist
-from core_training import data_parallel
+from core_training import data_parallel, set_up_groups
 from matrix import asked, matrix_rows
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
@@ -120,9 +120,7 @@ def gradients(model, inputs, labels):
 
 def run_layout(folder, name, sizes):
     """What this rank computes, and its pieces of the model."""
-    parallel_state.initialize_model_parallel(
-        **{field: sizes[field] for field in (TP, EP, ETP) if field in sizes}
-    )
+    set_up_groups(sizes)
     forget_losses()
     model = load(folder, **sizes, **LOSSES[folder.name])
     save_checkpoint(model, folder / name)
@@ -226,7 +224,6 @@ def outcome(request, tmp_path_factory):
     names = asked(request, "layout", LAYOUTS)
     folder = tmp_path_factory.mktemp("experts")
     single = {name: single_process(folder, name) for name in MODELS}
-    (folder / "ranks").mkdir()
     torch.manual_seed(4)
     save_megatron(build_hybrid_model(small_config("*EE", **FIELDS)), folder / "megatron")
     ranks = train_on_ranks(run_all, RANKS, folder / "ranks", folder, names)

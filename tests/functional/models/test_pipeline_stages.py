@@ -3,7 +3,7 @@ what one process gives under core's own schedule."""
 
 import pytest
 import torch
-from core_training import data_parallel, mean_loss_step
+from core_training import data_parallel, mean_loss_step, set_up_groups
 from matrix import asked, matrix_rows
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
@@ -82,8 +82,7 @@ def finalize(chunks, *args, **kwargs):
 
 def run_layout(folder, name, sizes):
     """What this rank computes, and its pieces of the model."""
-    groups = {field: size for field, size in sizes.items() if field != ROWS}
-    parallel_state.initialize_model_parallel(**groups)
+    set_up_groups(sizes)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     config = read_config(folder, pipeline_dtype=torch.float32, **sizes)
     torch.manual_seed(stage)  # stages draw different numbers
@@ -156,7 +155,6 @@ def outcome(request, tmp_path_factory):
     names = asked(request, "layout", LAYOUTS)
     folder = tmp_path_factory.mktemp("stages")
     single = {name: single_process(folder, name) for name in {LAYOUTS[one][0] for one in names}}
-    (folder / "ranks").mkdir()
     ranks = train_on_ranks(run_all, RANKS, folder / "ranks", folder, names)
     return single, ranks, folder
 

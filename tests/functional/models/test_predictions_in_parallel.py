@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from core_training import data_parallel, ignore_warnings_of_core
-from megatron.core import parallel_state
+from core_training import data_parallel, ignore_warnings_of_core, set_up_groups
 from rank_processes import run_micro_batches, train_on_ranks
 from reference import greedy, tiny_engine
 from small_models import small_config
@@ -27,8 +26,7 @@ LAYOUTS = {
 def train(folder, layout):
     """Losses of the model and of the parts in each micro batch, and the weights at the end."""
     sizes = LAYOUTS[layout]
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(sizes.get("tensor_model_parallel_size", 1))
+    set_up_groups(sizes)
     config = small_config("M*-G/*M/*M", mtp_loss_scaling_factor=0.5, **sizes)
     own = build_hybrid_model(config)
     load_checkpoint(own, folder / "weights")
@@ -62,8 +60,7 @@ def train(folder, layout):
 def draft(folder, layout):
     """Answers with drafts, and the drafts."""
     sizes = LAYOUTS[layout]
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(sizes.get("tensor_model_parallel_size", 1))
+    set_up_groups(sizes)
     model = build_hybrid_model(small_config("M*-G/*-", **sizes)).eval()
     load_checkpoint(model, folder / "weights")
     engine = tiny_engine(model, speculation="mtp", verify_ranks=True)
@@ -90,7 +87,6 @@ def by_layout(function, pattern, tmp_path):
     results = {}
     for num_ranks, layouts in ((1, ["one"]), (RANKS, ["tensor", "sequence"])):
         folder = tmp_path / str(num_ranks)
-        folder.mkdir()
         results |= train_on_ranks(run, num_ranks, folder, tmp_path, function, layouts)[0]
     return results
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from core_training import ignore_warnings_of_core
+from core_training import ignore_warnings_of_core, set_up_groups
 from matrix import matrix_rows
 from megatron.core import parallel_state
 from rank_processes import run_micro_batches, train_on_ranks
@@ -34,10 +34,7 @@ KINDS = {
 def gradients(sizes: dict, recompute: dict) -> dict[str, torch.Tensor]:
     """Of this rank, after some micro batches under core's schedule, with dropout; and its router's
     counts."""
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        **{name: size for name, size in sizes.items() if name != "sequence_parallel"}
-    )
+    set_up_groups(sizes)
     config = small_config(
         "M*EG|-+EKW",
         hidden_dropout=0.2,

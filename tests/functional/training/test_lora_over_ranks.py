@@ -5,14 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from core_training import adam_of, data_parallel, ignore_warnings_of_core
+from core_training import adam_of, data_parallel, ignore_warnings_of_core, set_up_groups
 from megatron.core.distributed import finalize_model_grads
 from rank_processes import train_on_ranks
 from safetensors.torch import load_file
 from small_models import fill_adapters, small_config
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
-from megatron_hybrid.compat import parallel_state
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.models.sharding.gathering import gather_whole
 from megatron_hybrid.models.sharding.tensor_sharding import copy_marks
@@ -93,9 +92,7 @@ def train(folder, layouts):
     results = {}
     for layout in layouts:
         sizes = LAYOUTS[layout]
-        parallel_state.destroy_model_parallel()
-        tp = sizes.get("tensor_model_parallel_size", 1)
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+        set_up_groups(sizes)
         model = build(folder, **sizes)
         load_adapters(model, folder / "adapters")
         losses, gradients = run(model)
@@ -108,7 +105,7 @@ def train(folder, layouts):
 
 def save_from_stages(folder):
     """Load and save the adapters on two pipeline stages; the error of a target that neither has."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
+    set_up_groups({"pipeline_model_parallel_size": RANKS})
     stages = {"pipeline_model_parallel_size": RANKS, "pipeline_dtype": torch.float32}
     model = build_hybrid_model(small_config(f"{PATTERN[:4]}|{PATTERN[4:]}", **MORE, **stages))
     load_checkpoint(model, folder / "base")

@@ -6,9 +6,14 @@ In fp32 rounding alone would choose other experts, from which the losses part.
 import pytest
 import torch
 import torch.distributed as dist
-from core_training import adam_of, data_parallel, ignore_warnings_of_core, mean_loss_step
+from core_training import (
+    adam_of,
+    data_parallel,
+    ignore_warnings_of_core,
+    mean_loss_step,
+    set_up_groups,
+)
 from matrix import asked, matrix_rows
-from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from rank_processes import run_micro_batches, train_on_ranks
 from router_losses import forget_losses, take_losses
@@ -72,17 +77,14 @@ def load(folder, **sizes):
 
 def train_with_core(folder, sizes):
     """(loss, norm of the gradient, losses of the routers by name and layer) of each step."""
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        **{name: size for name, size in sizes.items() if name != "sequence_parallel"}
-    )
+    set_up_groups(sizes)
     forget_losses()
     own = load(folder, **sizes)
     model = data_parallel(own)
     fields = dict(lr=ADAM["lr"], weight_decay=ADAM["weight_decay"], adam_eps=ADAM["eps"])
     # Without clipping, which core asserts to be of fp32 gradients.
     optimizer = adam_of(model, clip_grad=0.0, **fields)
-    group, rows = parallel_state.get_data_parallel_group(), []
+    group, rows = own.pg_collection.dp, []
     for step in range(STEPS):
         model.zero_grad_buffer()
         optimizer.zero_grad()
@@ -133,7 +135,6 @@ def outcome(request, tmp_path_factory):
     torch.manual_seed(3)
     save_checkpoint(build_hybrid_model(HybridConfig(**CONFIG)), folder / "weights")
     expected = train_with_torch(folder / "weights")
-    (folder / "ranks").mkdir()
     names = asked(request, "layout", LAYOUTS)
     results = train_on_ranks(run_all, RANKS, folder / "ranks", folder / "weights", names)
     return expected, results

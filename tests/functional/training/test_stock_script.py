@@ -4,13 +4,12 @@ from functools import partial
 
 import pytest
 import torch
-from core_training import data_parallel, ignore_warnings_of_core
+from core_training import data_parallel, ignore_warnings_of_core, set_up_groups
 from megatron.core import parallel_state
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model
 from rank_processes import run_micro_batches, train_on_ranks
-from small_models import small_config
+from small_models import packed_params, small_config
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
@@ -47,10 +46,8 @@ def get_batch(data_iterator, packed: bool) -> dict:
         kept |= {"tokens", "position_ids", "attention_mask"}
     if parallel_state.is_pipeline_last_stage():
         kept |= {"labels", "loss_mask", "attention_mask"}
-    cu_seqlens = torch.tensor([0, 7, 14, LENGTH], dtype=torch.int32)
-    params = PackedSeqParams("thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
     batch = {name: rows if name in kept else None for name, rows in given.items()}
-    return batch | {"packed_seq_params": params if packed else None}
+    return batch | {"packed_seq_params": packed_params(0, 7, 14, LENGTH) if packed else None}
 
 
 def forward_step(packed, data_iterator, model):
@@ -76,9 +73,8 @@ def loss_func(loss_mask, output):
 
 def losses(folder, num_stages: int, resets: bool, packed: bool, **fields) -> list[float]:
     """The summed loss of each step; empty but on the last stage."""
-    parallel_state.destroy_model_parallel()
     sizes = {"pipeline_model_parallel_size": num_stages}
-    parallel_state.initialize_model_parallel(**sizes)
+    set_up_groups(sizes)
     pattern = PATTERN if num_stages == 3 else PATTERN.replace("|", "")
     config = small_config(pattern, **sizes, calculate_per_token_loss=True, **fields)
     model = build_hybrid_model(config)
@@ -112,9 +108,8 @@ def run(folder, num_stages):
 
 def raise_for_documents(folder, num_stages):
     """On each stage alone, so that none waits for another."""
-    parallel_state.destroy_model_parallel()
     sizes = {"pipeline_model_parallel_size": num_stages}
-    parallel_state.initialize_model_parallel(**sizes)
+    set_up_groups(sizes)
     model = build_hybrid_model(small_config(PATTERN, **sizes))
     given = batch(0, True)
     model(given["tokens"], given["position_ids"], given["attention_mask"])
@@ -128,7 +123,6 @@ def test_the_calls_of_the_stock_script_train_our_model(tmp_path):
     results = {}
     for num_stages in (1, 3):
         folder = tmp_path / str(num_stages)
-        folder.mkdir()
         ranks = train_on_ranks(run, num_stages, folder, tmp_path, num_stages)
         results[num_stages] = ranks[-1]
     whole, packed = results[1]["whole"], results[1]["packed"]

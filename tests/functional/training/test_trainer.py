@@ -253,9 +253,7 @@ def test_two_ranks_train_as_plain_torch_and_go_on_from_any_layout(folder, layout
     for group in PROCESSES:
         group = [layout for layout in group if layout in layouts]
         if group:
-            rendezvous = folder / f"ranks of {group[0]}"
-            rendezvous.mkdir()
-            train_on_ranks(train_all, RANKS, rendezvous, group, folder)
+            train_on_ranks(train_all, RANKS, folder / f"ranks of {group[0]}", group, folder)
     train_alone(folder, "pairs alone", preferences(folder))
     train_alone(folder, "rewards alone", rewarded(folder))
     for layout in set(REWARDED).intersection(layouts):

@@ -36,7 +36,7 @@ KEPT = 15
 """One of so many files of the text is kept."""
 
 pytestmark = [
-    pytest.mark.matrix,  # test_train_command.py and test_pretrain_hybrid.py are of the same kind
+    pytest.mark.matrix,  # test_train_command.py and test_on_two_ranks.py are of the same kind
     # Core reads the gradients of views.
     pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::FutureWarning"),
 ]

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
-from megatron.core.packed_seq_params import PackedSeqParams
 from reference import greedy, tiny_engine, tiny_model
-from small_models import ALL_MIXERS, random_tokens, small_model
+from small_models import ALL_MIXERS, packed_params, random_tokens, small_model
 
 from megatron_hybrid.models.batch_layout import (
     check_attention_mask,
@@ -68,17 +67,6 @@ def test_documents_are_sequences_of_their_own(pattern):
     assert not torch.allclose(model(tokens, whole_positions, whole_mask), expected, atol=1e-3)
 
 
-@torch.no_grad()
-def test_one_row_of_positions_holds_for_all_rows():
-    model = small_model()
-    tokens = random_tokens(2, 12)
-    positions = torch.tensor([*range(5), *range(7)])
-    expected = model(tokens, positions.expand(2, 12))
-    assert torch.equal(model(tokens, positions), expected)
-    assert torch.equal(model(tokens, positions[None]), expected)
-    assert not torch.equal(model(tokens), expected)
-
-
 def moved(token, value):
     return torch.arange(12).index_fill(0, torch.tensor(token), value)
 
@@ -122,8 +110,7 @@ def test_positions_and_a_mask_that_contradict_are_refused():
 @torch.no_grad()
 def test_packed_sequences_may_bring_their_own():
     model, tokens = small_model(), documents()[:1]
-    boundaries = torch.tensor([0, 5, 10], dtype=torch.int32)  # two rows of padding
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries)
+    packed = packed_params(0, 5, 10)  # two rows of padding
     expected = model(tokens, packed_seq_params=packed)
     for resets in (False, True):
         mask, positions = masks_and_positions(

@@ -8,8 +8,7 @@ import pytest
 import stock_megatron
 import torch
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
-from small_models import random_tokens, small_model
+from small_models import packed_params, random_tokens, small_model
 
 from megatron_hybrid.models.parameter_names import canonical_name
 from megatron_hybrid.ops.conv.naive import causal_conv1d
@@ -64,11 +63,6 @@ def naive_loss(config, parameters, tokens, labels):
     return F.cross_entropy(logits, labels, reduction="sum")
 
 
-def packed(lengths):
-    bounds = torch.tensor((0, *lengths)).cumsum(0).int()
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
-
-
 OPTIONS = [
     {},
     {"linear_allow_neg_eigval": True, "linear_norm_epsilon": 1e-2},
@@ -89,7 +83,8 @@ def test_gradients_of_kimi_delta_attention_with_its_options(fields):
     expected_loss = sum(naive_loss(model.config, parameters, *pair) for pair in pairs)
     expected_loss.backward()
 
-    loss = model(tokens[None], labels=labels[None], packed_seq_params=packed(LENGTHS)).sum()
+    packed = packed_params(0, 23, 24, 41)
+    loss = model(tokens[None], labels=labels[None], packed_seq_params=packed).sum()
     loss.backward()
     torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-6, atol=0)
     for name, parameter in model.named_parameters():

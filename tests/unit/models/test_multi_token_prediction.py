@@ -4,10 +4,9 @@ import pytest
 import stock_megatron
 import torch
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from reference import greedy, tiny_engine, tiny_model
-from small_models import random_tokens, small_config
+from small_models import packed_params, random_tokens, small_config
 
 from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.checkpoints.megatron.built_model import from_megatron
@@ -137,9 +136,7 @@ def test_the_scale_of_cores_schedules_is_taken():
 def test_no_part_looks_into_another_sequence():
     own, lengths = model(), (9, 1, 14)
     tokens, labels = random_tokens(1, 26), random_tokens(1, 26)  # two rows of padding
-    bounds = torch.tensor([0, 9, 10, 24], dtype=torch.int32)
-    packed = PackedSeqParams("thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
-    own(tokens, labels=labels, packed_seq_params=packed)
+    own(tokens, labels=labels, packed_seq_params=packed_params(0, 9, 10, 24))
     together, sums = own.mtp.losses, torch.zeros(2)
     for x, y in zip(tokens[:, :24].split(lengths, 1), labels[:, :24].split(lengths, 1)):
         own(x, labels=y)

@@ -2,27 +2,9 @@
 
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
-from small_models import ALL_MIXERS, ONE_OF_EACH, random_tokens, small_model
+from small_models import ALL_MIXERS, ONE_OF_EACH, packed_params, random_tokens, small_model
 
 LENGTHS = (5, 1, 17, 1, 8)
-
-
-def packed_params(boundaries, padded=None):
-    def tensor(values):
-        return None if values is None else torch.tensor(values, dtype=torch.int32)
-
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=tensor(boundaries),
-        cu_seqlens_kv=tensor(boundaries),
-        cu_seqlens_q_padded=tensor(padded),
-        cu_seqlens_kv_padded=tensor(padded),
-    )
-
-
-def boundaries(lengths):
-    return torch.tensor([0, *lengths]).cumsum(0).tolist()
 
 
 EXPERTS = {"num_moe_experts": 5, "moe_router_topk": 2, "moe_ffn_hidden_size": 12}
@@ -50,7 +32,7 @@ def test_packed_equals_separate(pattern):
     model = small_model(pattern, **fields).train().double()
     tokens = random_tokens(1, sum(LENGTHS) + 1)
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
-    params = packed_params(boundaries(LENGTHS))
+    params = packed_params(0, 5, 6, 23, 24, 32)
     packed = model(inputs, packed_seq_params=params)
     assert_close(packed, torch.cat([model(part) for part in inputs.split(LENGTHS, 1)], 1))
 
@@ -73,7 +55,7 @@ def test_packed_equals_separate(pattern):
 def test_rows_after_the_last_boundary_do_not_matter():
     model = small_model()
     tokens = random_tokens(1, 24)
-    params = packed_params([0, 9, 20])
+    params = packed_params(0, 9, 20)
     expected = model(tokens[:, :20], packed_seq_params=params)
     tokens[:, 20:] = 0
     torch.testing.assert_close(
@@ -85,7 +67,7 @@ def test_padded_boundaries_win():
     """As in core: rows that pad a sequence belong to it, so the next one starts at its own row."""
     model = small_model()
     tokens = random_tokens(1, 24)
-    logits = model(tokens, packed_seq_params=packed_params([0, 9, 20], padded=[0, 12, 24]))
+    logits = model(tokens, packed_seq_params=packed_params(0, 9, 20, padded=[0, 12, 24]))
     expected = model(tokens[:, 12:])
     torch.testing.assert_close(logits[:, 12:], expected, atol=1e-5, rtol=1e-5)
 
@@ -93,8 +75,8 @@ def test_padded_boundaries_win():
 def test_empty_sequences_are_left_out():
     model = small_model()
     tokens = random_tokens(1, 12)
-    logits = model(tokens, packed_seq_params=packed_params([0, 0, 5, 5, 12]))
-    expected = model(tokens, packed_seq_params=packed_params([0, 5, 12]))
+    logits = model(tokens, packed_seq_params=packed_params(0, 0, 5, 5, 12))
+    expected = model(tokens, packed_seq_params=packed_params(0, 5, 12))
     assert torch.equal(logits, expected)
 
 
@@ -105,4 +87,4 @@ def test_empty_sequences_are_left_out():
 )
 def test_bad_boundaries_are_refused(rows, bad, message):
     with pytest.raises(ValueError, match=message):
-        small_model("M")(random_tokens(rows, 12), packed_seq_params=packed_params(bad))
+        small_model("M")(random_tokens(rows, 12), packed_seq_params=packed_params(*bad))
