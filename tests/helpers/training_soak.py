@@ -16,43 +16,25 @@ from pathlib import Path
 import psutil
 import yaml
 from commands import Launched
-from index_folders import write_documents
+from small_recipes import SIZES, small_recipe, write_small_text
 
-from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER
-from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.training.reports import LOG, read_log
 
 KINDS = ("one rank", "all ranks", "launcher")
 STEPS_BETWEEN, SAVED_EVERY, LIMIT_S = 4, 2, 60
-MODEL = {"layer_pattern": "M*-", "hidden_size": 64, "num_attention_heads": 4, "hidden_dropout": 0.1}
 
 
 def write_recipe(folder: Path, moments: int) -> Path:
-    tokenizer, rng = Tokenizer.from_folder(DEMO_FOLDER), random.Random(5)
-    documents = [
-        [*(rng.randrange(300, 320) for _ in range(rng.randrange(5, 60))), tokenizer.eod]
-        for _ in range(200)
-    ]
-    recipe = {
-        "model": {**MODEL, "mamba_head_dim": 16, "mamba_state_dim": 16},
-        "tokenizer": "demo",
-        "data": {
-            "sequence_length": 64,
-            "train": [write_documents(folder / "text", documents, tokenizer)],
-            "valid": [str(folder / "text")],
-            "workers": 1,
-        },
-        "run": {
-            "steps": STEPS_BETWEEN * (moments + 1),
-            "global_batch_size": 4,
-            "eval_every_steps": SAVED_EVERY,
-            "eval_batches": 1,
-        },
-        "checkpoints": {"every_steps": SAVED_EVERY},
-        "reports": {"every_steps": 1},
-    }
+    text, evaluations = write_small_text(folder / "text"), {"eval_every_steps": SAVED_EVERY}
+    steps = {"steps": STEPS_BETWEEN * (moments + 1), "global_batch_size": 4}
+    recipe = small_recipe(
+        model={"layer_pattern": "M*-", "hidden_dropout": 0.1, **SIZES},
+        data={"sequence_length": 64, "train": [text], "valid": [text], "workers": 1},
+        run={**steps, **evaluations, "eval_batches": 1},
+        checkpoints={"every_steps": SAVED_EVERY, "asynchronous": True},
+    )
     path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe))
+    path.write_text(yaml.safe_dump(recipe.to_dict()))
     return path
 
 
