@@ -65,8 +65,7 @@ def answer(served):
 
 
 def serve_experts(rank, dispatcher, folder):
-    """Logits of other tokens on each rank, of core's model and of ours over its parameters, and the
-    answers to the same prompts."""
+    """As `serve`, of other tokens on each rank."""
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(expert_model_parallel_size=RANKS)
     fields = {
@@ -74,16 +73,21 @@ def serve_experts(rank, dispatcher, folder):
         "expert_model_parallel_size": RANKS,
         "moe_token_dispatcher_type": dispatcher,
     }
-    tokens = TOKENS[rank : rank + 1]
+    return serve("M*-E", fields, TOKENS[rank : rank + 1], f"{folder}/experts")
+
+
+def serve(pattern, fields, tokens, folder):
+    """Logits of core's model and of ours over its parameters, and the answers; it is saved, too."""
     with pytest.MonkeyPatch.context() as patch, stock_megatron.on_cpu(patch), torch.no_grad():
-        stock = build("M*-E", fields)
-        positions = torch.arange(tokens.shape[1])[None]
+        stock = build(pattern, fields)
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         expected = stock(tokens, position_ids=positions, attention_mask=None)
     served = mh.from_megatron(stock)
+    assert {id(p) for p in served.parameters()} == {id(p) for p in stock.parameters()}
     with torch.no_grad():
         logits = served(tokens)
     answers = answer(served)
-    mh.save_checkpoint(served, f"{folder}/experts")
+    mh.save_checkpoint(served, folder)
     return expected, logits, answers
 
 
@@ -101,17 +105,7 @@ def run_all(folder):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
     given = {}
     for name, (pattern, fields) in MODELS.items():
-        with pytest.MonkeyPatch.context() as patch, stock_megatron.on_cpu(patch), torch.no_grad():
-            stock = build(pattern, fields)
-            positions = torch.arange(TOKENS.shape[1]).expand_as(TOKENS)
-            expected = stock(TOKENS, position_ids=positions, attention_mask=None)
-        served = mh.from_megatron(stock)
-        assert {id(p) for p in served.parameters()} == {id(p) for p in stock.parameters()}
-        with torch.no_grad():
-            logits = served(TOKENS)
-        answers = answer(served)
-        mh.save_checkpoint(served, f"{folder}/{name}")
-        given[name] = expected, logits, answers
+        given[name] = serve(pattern, fields, TOKENS, f"{folder}/{name}")
     given["one group"] = one_group_error()
     given["stages"] = serve_stage(dist.get_rank(), folder)
     for dispatcher in DISPATCHERS:
