@@ -80,14 +80,6 @@ def test_a_token_without_a_label_has_no_loss():
     assert whole.min() > 0
 
 
-def test_shared_embeddings_have_one_weight():
-    model = small_model(share_embeddings_and_output_weights=True)
-    assert model.output_layer.weight is None
-    tokens = random_tokens(1, 9)
-    model(tokens, labels=tokens).mean().backward()
-    assert model.embedding.word_embeddings.weight.grad.any()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_models_run(dtype):
     exact = small_model()
@@ -101,14 +93,6 @@ def test_half_precision_models_run(dtype):
     assert logits.dtype == dtype
     error = (logits.float() - expected).norm() / expected.norm()
     assert error < 0.05
-
-
-def test_dropout_acts_in_training_alone():
-    model = small_model(hidden_dropout=0.3)
-    tokens = random_tokens(1, 12)
-    assert torch.equal(model(tokens), model(tokens))
-    model.train()
-    assert not torch.equal(model(tokens), model(tokens))
 
 
 def test_a_model_built_on_a_device_lies_there():

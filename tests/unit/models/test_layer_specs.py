@@ -7,13 +7,12 @@ import torch
 import transformer_engine_stub
 from reference import tiny_model
 from safetensors.torch import load_file
-from small_models import ALL_MIXERS, ONE_OF_EACH, random_tokens, small_config, small_model
+from small_models import ONE_OF_EACH, random_tokens, small_config, small_model
 from state_dicts import load_state
 
 from megatron_hybrid import compat
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from megatron_hybrid.checkpoints.model_tensors import full_state_dict
-from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.models.layer_pattern import LAYER_KINDS, LayerKind
 from megatron_hybrid.models.layer_specs import get_mixer, resolve_layer_spec
 from megatron_hybrid.models.mixers.base import Mixer
@@ -99,12 +98,6 @@ def test_every_layer_kind_is_one_model_under_both_specs(
     files = [load_file(tmp_path / name / "model.safetensors") for name in ("local", "fused")]
     assert files[0].keys() == files[1].keys()
     assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
-
-
-def test_local_norms_have_the_dtype_of_the_parameters():
-    model = build_hybrid_model(small_config(ALL_MIXERS, params_dtype=torch.bfloat16))
-    assert model.decoder.final_norm.weight.dtype == torch.bfloat16
-    assert model.decoder.layers[0].norm.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
