@@ -1,4 +1,5 @@
-"""The example of pretraining, under torchrun: it learns, and goes on where it stopped."""
+"""Examples on two ranks: that of pretraining, under torchrun, learns, and goes on where it stopped;
+in that of many ranks replicas skip what they have seen."""
 
 import os
 import re
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import Command, run_script
 
 from megatron_hybrid import load_pretrained
 
@@ -46,3 +48,21 @@ def test_it_goes_on_in_another_layout(tmp_path):
         (folder / made).rename(folder / f"old_{made}")
     resumed = run(tmp_path, "model.tensor_model_parallel_size=2")
     assert resumed == [(6, third)] and (folder / "exported").exists()
+
+
+MANY_RANKS = Path(__file__).parents[3] / "examples" / "many_ranks.py"
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("tp", [1, 2])
+def test_second_turns_of_every_replica_skip_the_first_ones(tp, tmp_path):
+    command = Command([str(MANY_RANKS), "--tp", str(tp)], tmp_path / "printed", 2, run_script)
+    assert command.wait() == [0, 0], command.printed()
+    found = re.findall(
+        r"(\w+) turns of replica (.*) ranks: (\d+) of (\d+) prompt", command.printed()
+    )
+    turns = {(turn, where): (int(skipped), int(total)) for turn, where, skipped, total in found}
+    replicas = [f"{number} of {2 // tp}, on {tp}" for number in range(2 // tp)]
+    assert turns.keys() == {(turn, each) for turn in ("first", "second") for each in replicas}
+    for (turn, _), (skipped, total) in turns.items():
+        assert skipped >= 0.95 * total if turn == "second" else skipped == 0
