@@ -72,9 +72,6 @@ def test_other_activations_are_left_to_the_reference():
     assert torch.equal(activate(x, torch.tanh, x), x.tanh() * x)
 
 
-ROTATE = dispatch.OPS["rotate_heads"]
-
-
 def draw_heads(rows, groups, heads, width, pairs, dtype=torch.float32, seed=0):
     """Queries and keys of groups side by side, angles, weights."""
     generator = seeded(seed)
@@ -102,19 +99,13 @@ def draw_heads(rows, groups, heads, width, pairs, dtype=torch.float32, seed=0):
 def test_rotated_heads_are_as_by_the_reference(sizes, width_pairs, interleaved, has_norm, seed):
     *inputs, weights = draw_heads(*sizes, *width_pairs, seed=seed)
     form = interleaved, *(weights if has_norm else (None, None)), 1e-3
-    assert ROTATE.refusals(*inputs, *form)["triton"] is None
-    for found, expected in zip(
-        ROTATE.backends[0].run(*inputs, *form), ROTATE.reference(*inputs, *form)
-    ):
+    for found, expected in zip(*both("rotate_heads", *inputs, *form)):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_it_rounds_where_the_reference_does():
     *inputs, weights = draw_heads(5, 2, 3, 64, 16, torch.float16)
-    for found, expected in zip(
-        ROTATE.backends[0].run(*inputs, False, *weights, 1e-3),
-        ROTATE.reference(*inputs, False, *weights, 1e-3),
-    ):
+    for found, expected in zip(*both("rotate_heads", *inputs, False, *weights, 1e-3)):
         assert found.dtype == torch.float16 and (found == expected).float().mean() > 0.98
 
 
@@ -131,11 +122,9 @@ def test_each_row_has_the_matrix_of_its_slot(rows, inputs, outputs, slots, seed)
     x = torch.randn(rows, inputs + 2, generator=generator)[:, 1:-1]
     weights = torch.randn(slots, outputs, inputs, generator=generator)
     of_rows = torch.randint(-1, slots, (rows,), generator=generator)
-    op = dispatch.OPS["slot_linear"]
-    assert op.refusals(x, weights, of_rows)["triton"] is None
-    found = op.backends[0].run(x, weights, of_rows)
-    torch.testing.assert_close(found, op.reference(x, weights, of_rows), atol=1e-4, rtol=1e-5)
+    found, expected = both("slot_linear", x, weights, of_rows)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
     for row, slot in enumerate(of_rows.tolist()):  # of no other row
-        alone = op.backends[0].run(x[row : row + 1], weights, of_rows[row : row + 1])
+        alone, _ = both("slot_linear", x[row : row + 1], weights, of_rows[row : row + 1])
         assert torch.equal(alone[0], found[row])
         assert slot >= 0 or not found[row].any()

@@ -24,15 +24,6 @@ def transformer_engine(monkeypatch):
     transformer_engine_stub.install(monkeypatch)
 
 
-def fused_model(**fields):
-    model = small_model(layer_spec="transformer_engine", qk_layernorm=True, **fields)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.add_(torch.randn_like(parameter), alpha=0.2)
-    return model
-
-
 def test_without_transformer_engine_there_is_one_clear_error(monkeypatch):
     monkeypatch.setattr(compat, "have_transformer_engine", lambda: False)
     with pytest.raises(ImportError, match=r"needs NVIDIA's.* layer_spec='local'"):
@@ -61,10 +52,15 @@ def test_the_stubs_take_the_arguments_of_cores_classes(stub):
     assert taken <= transformer_engine_stub.arguments_in_core(stub.__name__)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
 def test_a_plain_state_dict_goes_from_fused_to_local(transformer_engine, normalization):
-    fused = fused_model(normalization=normalization)
-    local = small_model(layer_spec="local", qk_layernorm=True, normalization=normalization)
+    fields = {"qk_layernorm": True, "normalization": normalization}
+    local, fused = (
+        small_model(layer_spec=spec, **fields) for spec in ("local", "transformer_engine")
+    )
+    for parameter in fused.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=0.2)
     state = {k: v for k, v in fused.state_dict().items() if isinstance(v, torch.Tensor)}
     local.load_state_dict(state, strict=True)
     tokens = random_tokens(2, 20)
