@@ -27,6 +27,15 @@ def run_python(code: str, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **options)
 
 
+def run_torchrun(arguments: Sequence[str], **options) -> subprocess.CompletedProcess[str]:
+    """Run torchrun, which has to succeed; what it prints comes back as text."""
+    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
+    options["env"] = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": "0"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, **options)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
 class Command:
     """A command that runs.
 

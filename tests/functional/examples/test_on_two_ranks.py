@@ -1,14 +1,11 @@
 """Examples on two ranks: that of pretraining, under torchrun, learns, and goes on where it stopped;
 in that of many ranks replicas skip what they have seen."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from commands import Command, run_script
+from commands import Command, run_script, run_torchrun
 
 from megatron_hybrid import load_pretrained
 
@@ -18,16 +15,8 @@ OVERRIDES = ["run.eval_every_steps=2", "data.sequence_length=64", "run.steps=6"]
 
 def run(folder, *overrides):
     """Evaluations as (step, loss on held-out rows), of two ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    result = subprocess.run(
-        [*command, str(EXAMPLE), *OVERRIDES, *overrides],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": "0"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stderr
+    arguments = ["--nproc-per-node", "2", str(EXAMPLE), *OVERRIDES, *overrides]
+    result = run_torchrun(arguments, cwd=folder)
     lines = re.findall(r"step (\d+): loss [\d.]+, held_out=([\d.]+)", result.stdout)
     return [(int(step), float(loss)) for step, loss in lines]
 

@@ -2,16 +2,15 @@
 
 import ast
 import io
-import os
 import re
 import runpy
 import subprocess
-import sys
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from commands import run_torchrun
 from megatron.core import parallel_state
 
 from megatron_hybrid import load_pretrained
@@ -66,7 +65,8 @@ def run(command: str) -> tuple[str, str]:
     if "preprocess" in arguments:
         arguments += ["--workers", "1"]  # each imports much
     if program == "torchrun":
-        return run_under_torchrun(arguments)
+        result = run_torchrun(arguments)
+        return result.stdout, result.stderr
     with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as messages:
         if program == "python":
             runpy.run_path(arguments[0], run_name="__main__")
@@ -76,18 +76,6 @@ def run(command: str) -> tuple[str, str]:
             expected = 3 if "run.stop_at_step" in command else 0
             assert main(arguments) == expected, command
     return output.getvalue(), messages.getvalue()
-
-
-def run_under_torchrun(arguments: list[str]) -> tuple[str, str]:
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": "0"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout, result.stderr
 
 
 def leave_out_most_text() -> None:
