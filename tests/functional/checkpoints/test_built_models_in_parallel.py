@@ -4,7 +4,7 @@ import pytest
 import stock_megatron
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from core_training import set_up_groups
 from rank_processes import on_ranks
 
 import megatron_hybrid as mh
@@ -41,9 +41,8 @@ def build(pattern, fields, **arguments):
 
 def serve_stage(rank, folder):
     """The layers and parameter names of a pipeline stage, and the answers of all stages."""
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
     fields = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": RANKS}
+    set_up_groups(fields)
     with pytest.MonkeyPatch.context() as patch, stock_megatron.on_cpu(patch):
         stock = build(
             "M-*E",
@@ -66,13 +65,9 @@ def answer(served):
 
 def serve_experts(rank, dispatcher, folder):
     """As `serve`, of other tokens on each rank."""
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=RANKS)
-    fields = {
-        "tensor_model_parallel_size": 1,
-        "expert_model_parallel_size": RANKS,
-        "moe_token_dispatcher_type": dispatcher,
-    }
+    fields = {"tensor_model_parallel_size": 1, "expert_model_parallel_size": RANKS}
+    set_up_groups(fields)
+    fields["moe_token_dispatcher_type"] = dispatcher
     return serve("M*-E", fields, TOKENS[rank : rank + 1], f"{folder}/experts")
 
 
@@ -102,7 +97,7 @@ def one_group_error():
 
 
 def run_all(folder):
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
+    set_up_groups({"tensor_model_parallel_size": RANKS})
     given = {}
     for name, (pattern, fields) in MODELS.items():
         given[name] = serve(pattern, fields, TOKENS, f"{folder}/{name}")

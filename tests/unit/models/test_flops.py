@@ -67,9 +67,6 @@ def test_no_full_attention_no_parity():
     assert attention_parity(*token_flops(tiny_model("MWL-"))) == math.inf
 
 
-EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 20}
-
-
 @pytest.mark.parametrize("pattern", ["*-", "*-/*-", "*-/*-/*-"])
 def test_flops_of_training_are_what_torch_counts(pattern, monkeypatch):
     set_tiles(monkeypatch, 64)
@@ -93,7 +90,7 @@ def test_frozen_weights_have_no_gradient_to_compute():
 
 @pytest.mark.parametrize(("ep", "expert_tp", "tp"), [(2, 1, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)])
 def test_experts_work_for_all_ranks_that_they_are_split_among(ep, expert_tp, tp):
-    model = small_model("E", **EXPERTS)
+    model = small_model("E", num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=20)
 
     def work(**sizes):
         groups = {name: SimpleNamespace(size=lambda n=n: n) for name, n in sizes.items()}

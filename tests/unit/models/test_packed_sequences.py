@@ -5,8 +5,6 @@ import torch
 from small_models import ALL_MIXERS, ONE_OF_EACH, packed_params, random_tokens, small_model
 
 LENGTHS = (5, 1, 17, 1, 8)
-
-
 EXPERTS = {"num_moe_experts": 5, "moe_router_topk": 2, "moe_ffn_hidden_size": 12}
 FIELDS = {
     "L": {"attention_chunk_size": 6},
