@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
 
 from megatron_hybrid.ops.linear import reordered
 from megatron_hybrid.ops.tape import once
+from megatron_hybrid.utils.huge_pages import use_huge_pages
 
 Derived = dict[tuple[nn.Module, str], tuple[Tensor, Callable[[], Tensor]]]
 """Results by module and name, each with what worked it out."""
@@ -53,8 +55,10 @@ def work_out_again(kept: Derived) -> None:
 def keep_derived(kept: Derived, has_room: bool = False) -> Iterator[None]:
     """Keep results in `kept`, which the caller clears, or has worked out again, when weights
     change. No gradient may be wanted inside. has_room: for `reordered_weight`."""
-    token = _kept.set((kept, has_room))
+    token, count = _kept.set((kept, has_room)), len(kept)
     try:
         yield
     finally:
         _kept.reset(token)
+    if has_room and len(kept) > count:
+        use_huge_pages(tensor for tensor, _ in islice(kept.values(), count, None))
