@@ -50,7 +50,7 @@ def pad_rows(y_T: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
     """Append the layout's padding rows, as zeros."""
     if not layout.num_padding:
         return y_T
-    return torch.constant_pad_nd(y_T, (0, 0) * (y_T.dim() - 1) + (0, layout.num_padding))
+    return torch.cat((y_T, y_T.new_zeros(layout.num_padding, *y_T.shape[1:])))
 
 
 def join(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
