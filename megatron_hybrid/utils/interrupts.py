@@ -13,10 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TypeVar
 
 R = TypeVar("R")
 _POLL_SECONDS = 0.001
+_signal = import_module("_signal")
+"""What `signal` calls, without enumerations around its numbers: these would take a hundredth of a
+small model's step."""
 
 
 class _Waiting:
@@ -54,17 +58,17 @@ def defer_sigint() -> Iterator[Callable[[], None]]:
     """
     handler = None
     if threading.current_thread() is threading.main_thread():
-        handler = signal.getsignal(signal.SIGINT)
+        handler = _signal.getsignal(signal.SIGINT)
     if not callable(handler) or isinstance(handler, _Waiting):  # SIG_IGN, SIG_DFL: not callable
         yield _nothing
         return
     waiting = _Waiting(handler)
-    signal.signal(signal.SIGINT, waiting)
+    _signal.signal(signal.SIGINT, waiting)
     try:
         yield waiting.let_in
     finally:
-        if signal.getsignal(signal.SIGINT) is waiting:  # no other handler was set meanwhile
-            signal.signal(signal.SIGINT, handler)
+        if _signal.getsignal(signal.SIGINT) is waiting:  # no other handler was set meanwhile
+            _signal.signal(signal.SIGINT, handler)
         waiting.let_in()
 
 
