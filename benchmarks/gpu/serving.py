@@ -243,12 +243,8 @@ def first_token(
 
 
 def until_first_tokens(engine: DynamicInferenceEngine, requests: Sequence[Request]) -> None:
-    """Run steps until each request has its first token.
-
-    Raises:
-        RuntimeError: one has ended without, as by NaN. Waited for, it would take all of the part's
-            time.
-    """
+    """Run steps until each request has its first token. Raises RuntimeError where one has ended
+    without, as by NaN: waited for, it would take all of the part's time."""
     while waiting := [request for request in requests if request.first_token_at is None]:
         for request in waiting:
             if request.closed:
