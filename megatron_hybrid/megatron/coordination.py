@@ -25,6 +25,7 @@ from megatron_hybrid.compat import coordinator_parts
 from megatron_hybrid.distributed.ranks import RankError, is_one_machine
 from megatron_hybrid.distributed.rendezvous import Member, announce_failure, exchange, has_ended
 from megatron_hybrid.distributed.watchdog import RankFailedError
+from megatron_hybrid.inference.async_calls import use_device_of
 from megatron_hybrid.megatron.errors import ContextErrorFactory, ContextOverflowError
 from megatron_hybrid.megatron.request import DynamicInferenceRequestRecord, FinishedRequestRecord
 from megatron_hybrid.megatron.sampling_params import SamplingParams
@@ -425,8 +426,14 @@ class Coordination:
             self._close(why)
 
     async def _follow(self) -> None:
+        engine = self._engine.engine
+
+        def follow() -> None:
+            use_device_of(engine)
+            engine.follow()
+
         try:
-            await asyncio.to_thread(self._engine.engine.follow)
+            await asyncio.to_thread(follow)
         finally:
             self._close()
 
