@@ -125,7 +125,7 @@ class DiskStore:
 
     def _open_folder(self) -> tuple[PageFile, DiskIndex]:
         """Open the folder. Return the file of the pages, and the index."""
-        pages = None
+        pages, had_pages = None, (self.folder / _PAGES).exists()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._check_files()
@@ -136,6 +136,8 @@ class DiskStore:
         except BaseException as error:
             if pages is not None:
                 pages.close(unlocks=False)
+                if not had_pages:  # a folder that is refused stays as it was
+                    (self.folder / _PAGES).unlink()
             if isinstance(error, OSError):
                 raise CacheFolderError(
                     f"{self.folder} cannot be used as a cache folder: {error}. It must be a folder "

@@ -269,8 +269,11 @@ def test_a_folder_with_other_files_is_refused(tmp_path):
     assert listing(tmp_path) == {"thesis.tex": b"years of work"}
 
 
-def test_a_file_that_is_no_index_is_refused(filled):
+@pytest.mark.parametrize("has_pages", [True, False])
+def test_a_file_that_is_no_index_is_refused(filled, has_pages):
     (filled / "index.sqlite3").write_bytes(b"years of work " * 100)
+    if not has_pages:
+        (filled / "pages.bin").unlink()
     before = listing(filled)
     with pytest.raises(CacheFolderError, match=r"file is not a database.*index\.sqlite3"):
         open_tier(filled)
