@@ -21,8 +21,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
-from itertools import islice
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import torch
@@ -51,8 +51,6 @@ SPARE_BYTES = 64 << 10
 MAX_PROBLEMS = 1000
 _THREADS = "cache-disk"
 _NO_SPACE = errno.ENOSPC, errno.EDQUOT
-Job = tuple[Record, HostPages | None]
-"""A record and its pages to write; None: it is dropped."""
 _PAGES, _INDEX, _LOG = "pages.bin", "index.sqlite3", "index.sqlite3-wal"
 
 
@@ -100,11 +98,14 @@ class DiskStore:
         self._dropped: list[int] = []  # numbers of rows that are still in the index
         self._freed: list[int] = []  # their pages
         self._last_number = 0
-        self._jobs: dict[bytes, Job] = {}  # those that have not ended: the last one of each key
+        self._jobs: deque[tuple[str, Record, HostPages | None]] = deque()
+        self._batch: list[tuple[str, Record, HostPages | None]] = []  # the jobs that run now
+        self._waiting: dict[bytes, HostPages] = {}
         self.waiting_bytes = 0
         """Bytes of host memory of pending writes."""
         self._mutex = threading.Lock()  # no Condition, see `interrupts.py`
-        self._closed = False
+        self._wake: SimpleQueue[None] = SimpleQueue()
+        self._closing = self._closed = self._is_writing = False
         self._home = ForkGuard()
         self._error: Exception | None = None  # the last write error since `recover`
         self._retry_at: float | None = None  # None: writing works
@@ -119,7 +120,7 @@ class DiskStore:
         self._pages, self._index = self._open_folder()
         self._files = {name: os.stat(self.folder / name) for name in (_PAGES, _INDEX, _LOG)}
         self._readers = ThreadPoolExecutor(2, thread_name_prefix=f"{_THREADS}-read")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix=f"{_THREADS}-write")
+        self._writer = threading.Thread(target=self._write_jobs, name=_THREADS, daemon=True)
 
     # ---- opening ----
 
@@ -200,7 +201,12 @@ class DiskStore:
                 self._commit()
         except OSError as error:
             self._note_failure(error)
-        self._writer.submit(self._run_jobs)
+        self._is_writing = True
+        try:
+            self._writer.start()
+        except BaseException:
+            self._is_writing = False
+            raise
         return [(placed.record, parent) for placed, parent in found]
 
     def _renew(self, *, may_shed: bool = False) -> None:
@@ -283,19 +289,18 @@ class DiskStore:
         has_failed = self._retry_at is not None and time.monotonic() < self._retry_at
         return not has_failed and self.waiting_bytes < MAX_WAITING_BYTES
 
-    def put(self, record: Record, data: HostPages | None) -> None:
-        """Write a record's pages, or drop it (None)."""
+    def put(self, record: Record, data: HostPages) -> None:
         self.check_process()
-        job = record, data
         with self._mutex:
-            is_idle = not self._jobs
-            self.waiting_bytes += _bytes_of(job) - _bytes_of(self._jobs.pop(record.key, None))
-            self._jobs[record.key] = job
-        if is_idle:  # else the writer looks whether there are more
-            self._writer.submit(self._run_jobs)
+            self._waiting[record.key] = data
+            self.waiting_bytes += record.num_bytes
+            self._jobs.append(("put", record, data))
+        self._wake.put(None)
 
     def drop(self, record: Record) -> None:
-        self.put(record, None)
+        self.check_process()
+        self._jobs.append(("drop", record, None))
+        self._wake.put(None)
 
     def take_lost(self) -> list[Record]:
         """Return the records that could not be written since the last call."""
@@ -318,7 +323,7 @@ class DiskStore:
         """Return a future of the record's pages, or of None if they are damaged or dropped. The
         future raises if they cannot be read now."""
         self.check_process()
-        _, waiting = self._jobs.get(record.key, (record, None))
+        waiting = self._waiting.get(record.key)
         if waiting is not None:
             future: Future[HostPages | None] = Future()
             future.set_result(waiting)
@@ -360,31 +365,39 @@ class DiskStore:
 
     # ---- writing, in a thread ----
 
-    def _run_jobs(self) -> None:
-        while self._jobs:
-            self._run_batch()
+    def _write_jobs(self) -> None:
+        try:
+            while self._jobs or not self._closing:
+                self._wake.get()
+                while self._jobs:
+                    self._run_batch()
+        finally:
+            self._is_writing = False
 
     def _run_batch(self) -> None:
-        """Run waiting jobs: first the drops, also of what has come again, then the puts."""
-        batch: list[Job] = []
+        """Run waiting jobs: first the drops, then the puts of what was not dropped since."""
+        puts: dict[bytes, tuple[Record, HostPages]] = {}
         num_bytes = 0
-        with self._mutex:
-            for job in islice(self._jobs.values(), MAX_BATCH):
-                batch.append(job)
-                num_bytes += _bytes_of(job)
-                if num_bytes >= MAX_BATCH_BYTES:
-                    break
-        for record, _ in batch:
-            self._forget(record)
-        unwritten = self._write([job for job in batch if job[1] is not None])
+        while self._jobs and len(self._batch) < MAX_BATCH and num_bytes < MAX_BATCH_BYTES:
+            operation, record, data = job = self._jobs[0]
+            self._batch.append(job)  # first: others wait until both are empty
+            self._jobs.popleft()
+            if operation == "put":
+                puts[record.key] = record, data
+                num_bytes += record.num_bytes
+            elif puts.pop(record.key, None) is None:
+                self._forget(record)
+        unwritten = self._write(list(puts.values()))
         with self._mutex:
             self._unwritten += unwritten
             self.num_unwritten += len(unwritten)
-        for job in batch:
-            with self._mutex:  # each for itself: callers wait for it
-                if self._jobs.get(job[0].key) is job:  # else another one took its place
-                    del self._jobs[job[0].key]
-                    self.waiting_bytes -= _bytes_of(job)
+        for operation, record, data in self._batch:
+            if operation == "put":
+                with self._mutex:  # each for itself: callers wait for it
+                    self.waiting_bytes -= record.num_bytes
+                    if self._waiting.get(record.key) is data:
+                        del self._waiting[record.key]
+        self._batch.clear()
 
     def _write(self, puts: list[tuple[Record, HostPages]]) -> list[Record]:
         """Write drops and records. Return the records that were not written: after a failure
@@ -501,7 +514,8 @@ class DiskStore:
 
     def _wait_for_jobs(self, let_in: Callable[[], None] = lambda: None) -> None:
         self.check_process()
-        poll_until(self._writer.submit(self._run_jobs).done, let_in)
+        self._wake.put(None)  # an interrupt may have come between a job and its wake-up
+        poll_until(lambda: not ((self._jobs or self._batch) and self._is_writing), let_in)
 
     def flush(self, let_in: Callable[[], None] = lambda: None) -> None:
         """Wait until all records are on the disk, safe from a power failure. let_in: as
@@ -522,6 +536,8 @@ class DiskStore:
         the folder stays locked by the parent. After an interrupt, call it again."""
         is_ours = self._home.is_here
         if is_ours:
+            self._closing = True
+            self._wake.put(None)
             self._wait_for_writer()
             self._readers.shutdown(cancel_futures=True)
         if self._closed:
@@ -532,9 +548,8 @@ class DiskStore:
         self._pages.close(unlocks=is_ours)
 
     def _wait_for_writer(self) -> None:
-        with suppress(RuntimeError):  # it has ended: at the end of the program, or by another call
-            self._wait_for_jobs()
-        self._writer.shutdown(wait=False)
+        # Not by `join`: after an interrupt in it, a running thread may count as ended.
+        poll_until(lambda: not self._is_writing)
 
     def close_from_anywhere(self) -> None:
         """`close` for the garbage collector, which may run in a thread of this store; there,
@@ -543,8 +558,3 @@ class DiskStore:
             threading.Thread(target=self.close, name="cache-close").start()
         else:
             self.close()
-
-
-def _bytes_of(job: Job | None) -> int:
-    """Return the bytes of host memory that a job holds."""
-    return 0 if job is None or job[1] is None else job[0].num_bytes
