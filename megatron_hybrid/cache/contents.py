@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from megatron_hybrid.cache.eviction import Evictor
+from megatron_hybrid.cache.index.journal import Version
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind
 from megatron_hybrid.cache.tree_view import TreeChanges, tier_in_pool, view_edge
 
@@ -35,7 +36,7 @@ class CacheContents:
 
     def changes(
         self,
-        since: int | None,
+        since: Version | None,
         limit: int | None = None,
         tier_of: Callable[[Checkpoint], str] = tier_in_pool,
         num_tokens: int = 0,

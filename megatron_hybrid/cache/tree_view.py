@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_hybrid.cache.index.journal import Version
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind
 
 _KINDS = {kind: kind.name.lower() for kind in Kind}
@@ -51,7 +52,7 @@ class TreeChanges:
 
     is_whole: bool
     """These are not changes: the version was none, or is too old. Forget what was known."""
-    version: int
+    version: Version
     """Up to which these are the changes."""
     is_last: bool
     """Whether that is the present. Until then an edge may lack its parent."""

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from megatron_hybrid.cache.explain import Explanation
+from megatron_hybrid.cache.index.journal import Version
 from megatron_hybrid.cache.tree_view import EdgeView, TreeChanges
 from megatron_hybrid.distributed.rank_control import RankControl
 from megatron_hybrid.distributed.ranks import MAKING, ranks_of, replica_of
@@ -610,7 +611,7 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
 
     @exclusive
     def cache_changes(
-        self, since: int | None = None, limit: int | None = None, num_tokens: int = 0
+        self, since: Version | None = None, limit: int | None = None, num_tokens: int = 0
     ) -> TreeChanges:
         """Return what has changed in the tree of cached prefixes since an earlier answer's
         `version` (None: all of it), with at most `limit` edges and the first `num_tokens` tokens of

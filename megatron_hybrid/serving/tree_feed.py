@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from megatron_hybrid.cache.index.journal import Journal
+from megatron_hybrid.cache.index.journal import Journal, Version
 from megatron_hybrid.cache.tree_view import EdgeView, TreeChanges
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.serving.json_response import to_cpu_thread
@@ -30,7 +30,7 @@ class TreeFeed:
     def __init__(self, engine: AsyncEngine, text_of: Callable[..., str], num_tokens: int):
         self._engine, self._text_of, self._num_tokens = engine, text_of, num_tokens
         self._id = uuid.uuid4().hex[:8]
-        self._seen: int | None = None
+        self._seen: Version | None = None
         self._edges: dict[int, EdgeView] = {}
         self._texts: dict[int, str] = {}
         self._changed: set[int] = set()
@@ -77,7 +77,7 @@ class TreeFeed:
             (self._edges[number] for number in numbers), key=lambda e: (e.start, e.number)
         )
         columns = {
-            "version": f"{self._id}-{version}",
+            "version": f"{self._id}-{version.changed}-{version.removed}",
             "since": None if seen is None else since,
             "num_edges": changes.num_edges,
             "tick": changes.tick,
@@ -111,11 +111,11 @@ class TreeFeed:
         self._recent = recent
         self._changed.clear()
 
-    def _version(self, text: str | None) -> int | None:
+    def _version(self, text: str | None) -> Version | None:
         """The version of an earlier answer; None: it is none of ours, or too old."""
-        own, _, number = (text or "").partition("-")
+        own, _, numbers = (text or "").partition("-")
         try:
-            version = int(number)
-        except ValueError:
+            version = Version(*map(int, numbers.split("-")))
+        except (TypeError, ValueError):
             return None
         return version if own == self._id and self._shown.knows(version) else None

@@ -1,23 +1,33 @@
 """Journal: what has changed since a version, without a look at the rest."""
 
 from collections import deque
-from itertools import takewhile
-from typing import Generic, TypeVar
+from itertools import islice
+from typing import Generic, NamedTuple, TypeVar
 
 MAX_REMOVED = 10_000
 """Removed items that are told of; who lacks more begins anew."""
 T = TypeVar("T")
 
 
+class Version(NamedTuple):
+    """A point of time."""
+
+    changed: int
+    removed: int
+
+
 class Journal(Generic[T]):
     """Items by their last change, and the numbers of those that were removed."""
 
     def __init__(self) -> None:
-        self._changed: dict[T, int] = {}  # at which version, ascending
-        self._removed: deque[tuple[int, int]] = deque()  # the version and the number, ascending
-        self._oldest = 0  # version that is known
-        self.version = 0
-        """Number of events so far."""
+        self._changed: dict[T, int] = {}  # ascending
+        self._removed: deque[int] = deque(maxlen=MAX_REMOVED)
+        self._num_changes = self._num_removed = 0
+
+    @property
+    def version(self) -> Version:
+        """Number of the latest event."""
+        return Version(self._num_changes, self._num_removed)
 
     def __len__(self) -> int:
         return len(self._changed)
@@ -27,42 +37,47 @@ class Journal(Generic[T]):
 
     def note(self, item: T) -> None:
         """An item is new or has changed."""
-        self.version += 1
+        self._num_changes += 1
         self._changed.pop(item, None)
-        self._changed[item] = self.version
+        self._changed[item] = self._num_changes
 
     def remove(self, item: T, number: int) -> None:
         """An item is gone; who has it knows it by its number."""
-        self.version += 1
         self._changed.pop(item, None)
-        self._removed.append((self.version, number))
-        if len(self._removed) > MAX_REMOVED:
-            self._oldest, _ = self._removed.popleft()
+        self._num_removed += 1
+        self._removed.append(number)
 
     def clear(self) -> None:
         """All items are gone: no earlier version is known any more."""
-        self.version += 1
-        self._oldest = self.version
         self._changed.clear()
         self._removed.clear()
+        self._num_removed += 1
 
-    def knows(self, version: int) -> bool:
-        return self._oldest <= version <= self.version
+    def knows(self, version: Version) -> bool:
+        return (
+            0 <= version.changed <= self._num_changes
+            and 0 <= self._num_removed - version.removed <= len(self._removed)
+        )
 
-    def since(self, version: int | None, limit: int | None) -> tuple[list[T], list[int], int]:
+    def since(
+        self, version: Version | None, limit: int | None
+    ) -> tuple[list[T], list[int], Version]:
         """Items that have changed since a version that it knows (None: all that there are), those
         of the longest ago first; the numbers of removed ones; and the version up to which that is.
 
-        limit: most items; None: any number. The version is the present if there are fewer; else
-        the next call may tell of removed items again.
+        limit: most items; None: any number. The version is the present if there are fewer.
         """
-        seen, removed = version or 0, []
-        if version is not None:
-            later = takewhile(lambda each: each[0] > seen, reversed(self._removed))
-            removed = [number for _, number in later]
-        later = takewhile(lambda each: each[1] > seen, reversed(self._changed.items()))
-        changed, until = list(later)[::-1], self.version
+        seen, num_removed = version or Version(0, self._num_removed)
+        changed = []
+        for item, at in reversed(self._changed.items()):
+            if at <= seen:
+                break
+            changed.append((item, at))
+        changed.reverse()
+        until = self._num_changes
         if limit is not None and len(changed) > limit:
             changed = changed[:limit]
             until = changed[-1][1]
-        return [item for item, _ in changed], removed[::-1], until
+        first = len(self._removed) - (self._num_removed - num_removed)
+        removed = list(islice(self._removed, first, None))
+        return [item for item, _ in changed], removed, Version(until, self._num_removed)
