@@ -565,6 +565,7 @@ def fail_early(rank, folder, port, name):
         failing_before("load_checkpoint", "before the weights"),
     ):
         initialize_distributed()
+        dist.barrier()  # the others have joined, too, however busy the machine is
         fail("when it has joined")
         model, _ = pretrained.load_pretrained(folder, tensor_model_parallel_size=RANKS)
         fail("before the engine")
