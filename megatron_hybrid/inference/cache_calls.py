@@ -69,7 +69,8 @@ class CacheCalls:
                 cache.clear()
             else:
                 self._epochs.start_over()
-                self._epochs.clear()
+                with self._ranks.raise_on_all("dropping the cache"):
+                    self._epochs.clear()
             self.release_memory()
 
     def release_memory(self) -> None:
