@@ -149,14 +149,19 @@ class Address:
             family, _, _, _, address = socket.getaddrinfo(
                 self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
-            # Until the model is there, clients wait, and another server finds the port taken.
-            also_ipv4 = family == socket.AF_INET6
-            return socket.create_server(
-                address, family=family, backlog=_BACKLOG, dualstack_ipv6=also_ipv4
-            )
+            bound = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
+            raise OSError(f"{where} cannot be used: {error}") from error
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+            # Until the model is there, clients wait, and another server finds the port taken.
+            bound.listen(_BACKLOG)
+        except OSError as error:
+            bound.close()
             remedy = "; give another --port" if error.errno == errno.EADDRINUSE else ""
             raise OSError(f"{where} cannot be used: {error.strerror}{remedy}") from error
+        return bound
 
     def _check_certificate(self) -> None:
         if not self.certfile:
