@@ -7,6 +7,7 @@ The model is built on the meta device, for its cache requirements.
 import math
 import os
 import re
+from bisect import bisect_left
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -194,16 +195,16 @@ def plan(
         cache_bytes = max(0, int(left * MEMORY_FRACTION))
         return parts, cache_bytes, _footprint(spec, cache_bytes, context, slot)
 
+    def half(requests: int) -> int:
+        """Half of the largest batch, so that half of the memory can hold cached prefixes."""
+        return min(max(1, fit(requests)[-1].largest_batch // 2), _MOST_REQUESTS)
+
     usual = InferenceConfig.max_requests
-    parts, cache_bytes, footprint = fit(usual)
-    # Half of the largest batch, so that half of the memory can hold cached prefixes.
-    requests = min(max(1, footprint.largest_batch // 2), _MOST_REQUESTS)
-    while requests > usual:  # and take more
-        of_more = fit(requests)
-        if of_more[-1].largest_batch >= requests:
-            parts, cache_bytes, footprint = of_more
-            break
-        requests = max(usual, requests // 2)
+    requests = half(usual)
+    if requests > usual:  # the more there may be, the less is left for each
+        too_many = range(requests + 1), True, usual + 1
+        requests = bisect_left(*too_many, key=lambda more: half(more) < more) - 1
+    parts, cache_bytes, footprint = fit(max(usual, requests))
     published = quantization_of(config.huggingface_config or {}) or {}
     rates = None
     if device is not None:
@@ -322,7 +323,7 @@ def render(result: Plan) -> str:
         )
     else:
         advice = [
-            "recommended, about half of the largest batch, so that prefixes have room:",
+            "recommended, half of the largest batch, so that prefixes have room:",
             "InferenceConfig(",
             *(f"    {key}={value!r}," for key, value in result.settings.items()),
             ")",

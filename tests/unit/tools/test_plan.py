@@ -74,6 +74,7 @@ def test_the_engine_agrees(pattern, encoding):
     """The recommended settings run, and an engine holds what was planned besides a step."""
     model = tiny_model(pattern)
     result = plan(model.config, 128 << 20, 512, encoding)
+    assert abs(result.settings["max_requests"] - min(result.model.largest_batch // 2, 1024)) <= 1
     engine = tiny_engine(model, **{**result.settings, "max_tokens": 2048})
     spec, memory, context = engine.cache.spec, engine.memory, engine.context
     held = memory.pool, memory.slots, context._buffer._device, context._step_tables
