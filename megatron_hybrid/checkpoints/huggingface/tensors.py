@@ -14,6 +14,7 @@ from megatron_hybrid.checkpoints.huggingface.layouts import (
     same,
     stacked,
 )
+from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.layer_pattern import LAYER_KINDS
 
@@ -96,6 +97,8 @@ class TensorNames:
         if config.norm_placement in ("post", "sandwich"):
             after = f"{theirs}.{self.post_norms[place]}"
             yield from norm(config, f"{ours}.post_layernorm", after)
+        if symbol not in self.parts:
+            raise CheckpointError(f"the model has layers {symbol!r}, this architecture has none")
         name, tensors = self.parts[symbol]
         inner = f"{theirs}.{name}" if name else theirs
         yield from tensors(config, f"{ours}.{kind.mixer_name}", inner)
