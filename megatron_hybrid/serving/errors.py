@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_hybrid.utils.validation import shown
+
 _KINDS = {
     **dict.fromkeys((400, 405, 408, 413, 431), "invalid_request_error"),
     401: "authentication_error",
@@ -94,7 +96,8 @@ def refusal_of_field(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     inner = "".join(f".{part}" for part in place[1:])
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
-        message = "it is unknown: leave it out"
+        inner = "".join(f".{part}" for part in place[1:-1])
+        message = f"{shown(place[-1])} is unknown: leave it out"
     return ApiError(400, f"{param or 'the body'}{inner}: {message}", param)
 
 

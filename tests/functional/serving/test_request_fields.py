@@ -285,6 +285,14 @@ def test_many_wrong_values_have_few_errors(kind, body):
     assert caught.value.error_count() < 7
 
 
+def test_an_unknown_name_is_told_in_short():
+    with pytest.raises(ValidationError) as caught:
+        fields.CompletionFields.model_validate({"structured_outputs": {"a\n" * 1000: 1}})
+    refusal = str(refusal_of_field(caught.value.errors()))
+    assert refusal.startswith(r"structured_outputs: 'a\na") and "\n" not in refusal
+    assert refusal.endswith("... is unknown: leave it out") and len(refusal) < 300
+
+
 def test_a_refusal_says_which_methods_and_spans_there_are(call):
     answer = call(CHAT, method="PUT")
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
