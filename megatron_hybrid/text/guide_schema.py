@@ -176,6 +176,9 @@ class _Schemas:
         }
         if len(found.get("properties", {}).keys() - found.get("required", ())) > MAX_OPTIONAL:
             _refuse(f"'properties' with more than {MAX_OPTIONAL} that are not required")
+        most = len({*found.get("required", ())}) + 1
+        if found.get("minProperties", 0) > most:  # a free name may come twice, and counts as two
+            _refuse(f"'minProperties' above {most}, the required ones and one more")
         if found.keys() & {"properties", "required"} and (
             found.get("additionalProperties") is not False or "patternProperties" in found
         ):
