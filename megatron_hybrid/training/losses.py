@@ -66,11 +66,11 @@ def check_sums(loss: Loss, found: Any, log_probs: Tensor) -> None:
         )
         is_right = is_right and 0 <= found.count < math.inf
         if is_right and torch.is_grad_enabled():
-            options = {"retain_graph": True, "allow_unused": True}
             is_right = found.total.requires_grad
-            is_right = is_right and torch.autograd.grad(found.total, log_probs, **options) != (
-                None,
-            )
+        if is_right and torch.is_grad_enabled():
+            kept = {"retain_graph": True, "allow_unused": True}
+            (gradient,) = torch.autograd.grad(found.total, log_probs, **kept)
+            is_right = gradient is not None
     except (AttributeError, KeyError, TypeError):  # by what it is
         is_right = False
     if not is_right:
