@@ -93,11 +93,10 @@ def refusal_of_field(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         param,
         *(part for part in inside if not re.fullmatch(r"(constrained-)?str|.*\[.*", part)),
     ]
-    inner = "".join(f".{part}" for part in place[1:])
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
-        inner = "".join(f".{part}" for part in place[1:-1])
-        message = f"{shown(place[-1])} is unknown: leave it out"
+        message = f"{shown(place.pop())} is unknown: leave it out"
+    inner = "".join(f".{part}" for part in place[1:])
     return ApiError(400, f"{param or 'the body'}{inner}: {message}", param)
 
 
