@@ -10,6 +10,7 @@ import re
 from bisect import bisect_left
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -183,6 +184,7 @@ def plan(
     lengths = {"block_size_tokens": block, "max_sequence_length": context}
     slot = (1 + num_speculative_tokens) * (spec.state_bytes + spec.hidden_bytes)
 
+    @cache
     def fit(requests: int) -> tuple[dict[str, int], int, Footprint]:
         """What so many requests take at a time, what the cache has, and what is in it."""
         sizes = requests, InferenceConfig.max_tokens
