@@ -99,6 +99,12 @@ def use_device_of(engine: DynamicInferenceEngine) -> None:
         torch.cuda.set_device(device)
 
 
+def follow_in_thread(engine: DynamicInferenceEngine) -> None:
+    """`engine.follow()`, in a thread of its own."""
+    use_device_of(engine)
+    engine.follow()
+
+
 class AsyncCalls:
     """Makes an engine, gives it the requests of coroutines, runs its steps, and sends what they
     give. All of it runs in the engine's thread; only `abandoned` is for everyone.

@@ -25,7 +25,7 @@ from megatron_hybrid.compat import coordinator_parts
 from megatron_hybrid.distributed.ranks import RankError, is_one_machine
 from megatron_hybrid.distributed.rendezvous import Member, announce_failure, exchange, has_ended
 from megatron_hybrid.distributed.watchdog import RankFailedError
-from megatron_hybrid.inference.async_calls import use_device_of
+from megatron_hybrid.inference.async_calls import follow_in_thread
 from megatron_hybrid.megatron.errors import ContextErrorFactory, ContextOverflowError
 from megatron_hybrid.megatron.request import DynamicInferenceRequestRecord, FinishedRequestRecord
 from megatron_hybrid.megatron.sampling_params import SamplingParams
@@ -426,14 +426,8 @@ class Coordination:
             self._close(why)
 
     async def _follow(self) -> None:
-        engine = self._engine.engine
-
-        def follow() -> None:
-            use_device_of(engine)
-            engine.follow()
-
         try:
-            await asyncio.to_thread(follow)
+            await asyncio.to_thread(follow_in_thread, self._engine.engine)
         finally:
             self._close()
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from megatron_hybrid.distributed.ranks import replica_of
-from megatron_hybrid.inference.async_calls import StepThread, use_device_of
+from megatron_hybrid.inference.async_calls import StepThread, follow_in_thread, use_device_of
 from megatron_hybrid.megatron.config import InferenceConfig
 from megatron_hybrid.megatron.context import DynamicInferenceContext
 from megatron_hybrid.megatron.controller import GPTInferenceWrapper, TextGenerationController
@@ -144,8 +144,7 @@ class _Replica:
 
     def _follow(self) -> None:
         try:
-            use_device_of(self.engine.engine)
-            self.engine.engine.follow()
+            follow_in_thread(self.engine.engine)
         finally:
             self._close()
 
