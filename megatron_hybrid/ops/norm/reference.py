@@ -55,4 +55,11 @@ def rms_norm(
     """The norm of x, or of x + added, and what was normed: see `ops.rms_norm`."""
     if added is not None:
         x = x + added
-    return F.rms_norm(x.to(weight_C.dtype), weight_C.shape, weight_C, eps).to(x.dtype), x
+    return _normed(x.to(weight_C.dtype), weight_C, eps).to(x.dtype), x
+
+
+def _normed(x: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tensor:
+    if torch.is_grad_enabled() or not x.is_cpu:
+        return F.rms_norm(x, weight_C.shape, weight_C, eps)
+    # The same bits, by what it calls itself: a tape has these calls alone.
+    return x.mul(x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()).mul_(weight_C)

@@ -326,6 +326,15 @@ def test_every_op_gives_a_row_its_bits_whatever_is_beside_it(name, dtype):
         assert_rows_alone(case)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("channels", [NARROW, 256, WIDE])
+def test_a_norm_has_the_bits_that_training_gives_it(channels, dtype):
+    x, weight = randn(seeded(0), ROWS, channels, dtype=dtype), randn(seeded(1), channels)
+    trained = ops.rms_norm(x, weight.requires_grad_(), 1e-5)
+    with torch.inference_mode():
+        assert torch.equal(ops.rms_norm(x, weight, 1e-5), trained)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pattern, sinks", ATTENTION)
 @torch.inference_mode()
