@@ -439,7 +439,9 @@ class HybridModel(_LanguageModule):
             padding: rows to add after all others.
         """
         tp, splits_rows = self.pg_collection.tp, self.config.sequence_parallel
-        ids_T = None if input_ids is None else F.pad(input_ids.flatten(), (0, padding))
+        ids_T = None if input_ids is None else input_ids.flatten()
+        if ids_T is not None and padding:
+            ids_T = F.pad(ids_T, (0, padding))
         if decoder_input is None:
             hidden_Th = self._embed_words(ids_T)
         else:
