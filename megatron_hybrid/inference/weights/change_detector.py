@@ -43,13 +43,15 @@ class WeightWatch:
     def accept(self) -> None:
         """Accept the present weights as those of the cache."""
         modules = list(self._model.modules())
-        self._children = [module._modules for module in modules]  # empty ones, too: they may grow
-        self._hooks = [hooks for module in modules for hooks in forward_hooks(module)]
-        self._hooks += [_global_forward_hooks, _global_forward_pre_hooks]
+        children = [module._modules for module in modules]
+        hooks = [hooks for module in modules for hooks in forward_hooks(module)]
+        hooks += [_global_forward_hooks, _global_forward_pre_hooks]
+        held = [held for module in modules for held in (module._parameters, module._buffers)]
+        self._empty = [own for own in (*children, *hooks, *held) if not own]  # they may grow
+        self._children, self._hooks, self._tensors = (
+            list(filter(None, own)) for own in (children, hooks, held)
+        )
         self._attributes = [module.__dict__ for module in modules]
-        self._tensors = [
-            held for module in modules for held in (module._parameters, module._buffers)
-        ]
         tensors = [value for held in self._tensors for value in held.values() if value is not None]
         self._has_memory = [type(value) in _WITH_MEMORY for value in tensors]
         self._has_version = [not value.is_inference() for value in tensors]
@@ -76,7 +78,7 @@ class WeightWatch:
         functions set as `forward`; then, of the same tensors, addresses of memory and counters of
         writes."""
         flat = chain.from_iterable
-        mark: list = [self._model.num_weight_changes, self._num_changes]
+        mark: list = [self._model.num_weight_changes, self._num_changes, any(self._empty)]
         mark += map(id, flat(map(dict.values, self._children)))
         mark += flat(self._hooks)
         mark += [held["forward"] for held in self._attributes if "forward" in held]
