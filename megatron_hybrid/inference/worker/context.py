@@ -193,6 +193,8 @@ class DynamicInferenceContext:
         self._known_tables: list[list[np.ndarray]] = [[]] * shape[1]  # in `_tables`, by slot
         self._buffer = StepBuffer(input_fields(spec, *sizes), memory.device)
         self._inputs: dict[str, Tensor] = {}  # the used parts of the last step's, by name
+        self._rows: tuple | None = None  # what `_fill_rows` has written for
+        self._filled: tuple | None = None  # what `_fill_tables` has written for
         with torch.inference_mode(False):
             self._step_tables = torch.zeros(
                 (shape[0], max_requests, max_blocks), dtype=torch.int32, device=memory.device
@@ -337,57 +339,68 @@ class DynamicInferenceContext:
         """Write all inputs of a step but the block tables. has_adapters: whether all rows have the
         slots of adapters also where none of them has one."""
         layout, array = self._layout, self._input
-        lengths, num_tokens = np.asarray(layout.lengths), layout.num_tokens
-        tokens = [work.tokens for work in works]
-        counts = np.asarray([len(each) for each in tokens])
-        starts = np.asarray([work.start for work in works], dtype=np.int64)
-        begins = np.cumsum(lengths) - lengths
-        token_ids, positions = (array(name, layout.num_rows) for name in ("input_ids", "positions"))
-        token_ids[num_tokens:] = positions[num_tokens:] = 0
-        positions[:num_tokens] = np.arange(num_tokens) + np.repeat(starts - begins, lengths)
-        own: slice | np.ndarray = slice(0, num_tokens)
-        if (counts < lengths).any():  # a recorded step, some of whose decodes are filled up
-            token_ids[own] = 0
-            own = np.flatnonzero(positions[own] < np.repeat(starts + counts, lengths))
-        token_ids[own] = np.concatenate(tokens)
-        self._fill_targets(works, positions, own)
-        self.adapter_slots = None
-        slots = [work.adapter_slot for work in works] if self._has_adapters else []
-        if slots and (has_adapters or max(slots) >= 0):
-            adapters = array("adapter_slots", layout.num_rows)
-            adapters[num_tokens:] = -1
-            adapters[:num_tokens] = np.repeat(slots, lengths)
-            self.adapter_slots = self._inputs["adapter_slots"]
+        counts = [len(work.tokens) for work in works]
+        wanted = layout.lengths if is_recorded else [work.num_logits for work in works]
+        rows = layout.num_rows, layout.lengths, layout.captures, counts, wanted
+        if rows != self._rows:  # decodes have those of the step before
+            self._rows = None
+            self._fill_rows(*rows)
+            self._rows = rows
+        own, numbers = self._own, [(w.start, w.slot, w.shared_tokens) for w in works]
+        starts, slots, shared = np.asarray(numbers, dtype=np.int64).T
         array("starts", len(works))[:] = starts
-        array("slots", len(works))[:] = [work.slot for work in works]
-        array("first_rows", len(works))[:] = begins
-        array("last_rows", len(works))[:] = begins + counts - 1
-        captures = array("capture_rows", len(layout.captures))
-        np.subtract(layout.captures, 1, out=captures, casting="unsafe")
-        wanted = lengths if is_recorded else np.asarray([work.num_logits for work in works])
+        array("slots", len(works))[:] = slots
+        array("input_ids", layout.num_rows)[own] = np.concatenate([work.tokens for work in works])
+        positions = array("positions", layout.num_rows)
+        positions[: layout.num_tokens] = starts[self._owners] + self._offsets
+        self._fill_targets(positions, slots, shared)
+        self.adapter_slots = None
+        adapters = [work.adapter_slot for work in works] if self._has_adapters else []
+        if adapters and (has_adapters or max(adapters) >= 0):
+            filled = array("adapter_slots", layout.num_rows)
+            filled[layout.num_tokens :] = -1
+            filled[: layout.num_tokens] = np.asarray(adapters)[self._owners]
+            self.adapter_slots = self._inputs["adapter_slots"]
+
+    def _fill_rows(
+        self,
+        num_rows: int,
+        lengths: Sequence[int],
+        captures: Sequence[int],
+        counts: Sequence[int],
+        wanted: Sequence[int],
+    ) -> None:
+        """Write what follows from numbers of rows alone: all of them, those of each work, those at
+        whose end states are kept, those that have tokens, and the last ones that have logits."""
+        array, lengths, counts, wanted = self._input, *map(np.asarray, (lengths, counts, wanted))
+        begins = np.cumsum(lengths) - lengths
+        self._owners = owners = np.repeat(np.arange(len(lengths)), lengths)
+        self._offsets = offsets = np.arange(len(owners)) - begins[owners]
+        self._own = slice(0, len(owners))
+        if (counts < lengths).any():  # a recorded step, some of whose decodes are filled up
+            self._own = np.flatnonzero(offsets < counts[owners])
+        array("input_ids", num_rows)[:] = array("positions", num_rows)[:] = 0
+        array("write_pages", num_rows)[:] = NULL_PAGE
+        array("first_rows", len(lengths))[:] = begins
+        array("last_rows", len(lengths))[:] = begins + counts - 1
+        capture_rows = array("capture_rows", len(captures))
+        np.subtract(captures, 1, out=capture_rows, casting="unsafe")
         row_ends, num_logits = np.cumsum(wanted), int(wanted.sum())
         firsts = np.repeat(begins + lengths - row_ends, wanted)  # less their places among all
         np.add(firsts, np.arange(num_logits), out=array("logit_rows", num_logits))
+        write_rows = self._buffer.device["write_rows"][:num_rows]
+        self._targets = [(page, write_rows) for page in self._inputs["write_pages"].unbind(0)]
 
-    def _fill_targets(
-        self, works: list[Work], positions: np.ndarray, own: slice | np.ndarray
-    ) -> None:
+    def _fill_targets(self, positions: np.ndarray, slots: np.ndarray, shared: np.ndarray) -> None:
         """Write the targets of each token's K and V: (page of its block, row in it). For tokens
         whose KV is shared or copied, and for padding, the null page: no shared block is ever
-        written. own: rows of tokens of works."""
-        block, counts = self.block_size_tokens, [len(work.tokens) for work in works]
-        slots = np.repeat(np.asarray([work.slot for work in works], dtype=np.int64), counts)
-        before = self._inputs.get("write_pages")
-        pages, positions_n = self._input("write_pages", len(positions)), positions[own]
-        targets = self._tables[:, slots, positions_n // block]
-        shared = np.repeat(np.asarray([work.shared_tokens for work in works]), counts)
-        targets[: self._full_columns, np.flatnonzero(positions_n < shared)] = NULL_PAGE
-        pages[:] = NULL_PAGE
-        pages[:, own] = targets
+        written. slots, shared: of each sequence, int64 [R]: see `Work`."""
+        block, own = self.block_size_tokens, self._own
+        owners, positions_n = self._owners[own], positions[own]
+        targets = self._tables[:, slots[owners], positions_n // block]
+        targets[: self._full_columns, np.flatnonzero(positions_n < shared[owners])] = NULL_PAGE
+        self._input("write_pages", len(positions))[:, own] = targets
         np.remainder(positions, block, out=self._input("write_rows", len(positions)))
-        if self._inputs["write_pages"] is not before:
-            rows = self._inputs["write_rows"]
-            self._targets = [(page, rows) for page in self._inputs["write_pages"].unbind(0)]
 
     def _fill_tables(self, is_recorded: bool) -> None:
         """Upload all inputs with the block tables of the sequences."""
@@ -396,18 +409,23 @@ class DynamicInferenceContext:
         last_end = int((starts[:count] + self._layout.lengths).max())
         shape = len(self._tables), count, -(-last_end // self.block_size_tokens)
         num_entries = math.prod(shape)
-        np.take(
-            self._tables[:, :, : shape[2]],
-            slots[:count],
-            axis=1,
-            out=self._buffer.host["tables"][:num_entries].reshape(shape),
-            mode="clip",
-        )
+        filled = slots[:count].tolist(), shape, is_recorded
+        if has_changed := filled != self._filled:
+            self._filled = None
+            np.take(
+                self._tables[:, :, : shape[2]],
+                slots[:count],
+                axis=1,
+                out=self._buffer.host["tables"][:num_entries].reshape(shape),
+                mode="clip",
+            )
         self._buffer.upload("tables", num_entries)
-        tables = self._step_tables[:, :count]
-        used = tables[:, :, : shape[2]]
-        used.copy_(self._buffer.device["tables"][:num_entries].view(shape))
-        self._column_tables = (tables if is_recorded else used).unbind(0)
+        if has_changed:
+            tables = self._step_tables[:, :count]
+            used = tables[:, :, : shape[2]]
+            used.copy_(self._buffer.device["tables"][:num_entries].view(shape))
+            self._column_tables = (tables if is_recorded else used).unbind(0)
+            self._filled = filled
 
     def _take_drawn(self, rows: Sequence[int], works: Sequence[Work]) -> None:
         """Give rows of a step that was launched ahead their tokens, on the device. A row whose
@@ -435,7 +453,7 @@ class DynamicInferenceContext:
         known = self._known_tables[slot]
         if len(known) == len(tables) and all(map(operator.is_, known, tables)):
             return
-        self._known_tables[slot] = tables
+        self._known_tables[slot], self._filled = tables, None
         for (first, last), table in zip(self._columns, tables):
             self._tables[first:last, slot, : len(table)] = table.T
 
