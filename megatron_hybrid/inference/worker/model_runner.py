@@ -140,11 +140,11 @@ class ModelRunner:
             "graph_steps": 0 if graphs is None else graphs.num_replays,
         }
 
+    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Execute a plan, and wait for its result."""
         return self.collect(self.launch(plan))
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         """Queue all that a plan says on the device, in its order. Lack of memory in the moves and
         saves is noted in the result; in the forward and the draws it raises."""
@@ -177,7 +177,6 @@ class ModelRunner:
                 else:
                     self._restore(restore)
 
-    @torch.inference_mode()
     def launch_ahead(self, plan: StepPlan, before: Launched) -> Launched:
         """Queue the forward of the step after `before`, whose tokens are on the device alone."""
         before.keep_logits(self.graphs is not None)
@@ -186,7 +185,6 @@ class ModelRunner:
         launched.logits_nV = self.forward(plan)
         return launched
 
-    @torch.inference_mode()
     def launch_rest(self, launched: Launched) -> None:
         """Queue what follows a forward: draws, scores and their copy to the host; saves."""
         plan, logits_nV = launched.plan, launched.logits_nV
@@ -200,7 +198,6 @@ class ModelRunner:
             launched.copy = HostCopy(tensors) if tensors else None
         self._save(plan, launched.result)
 
-    @torch.inference_mode()
     def collect(self, launched: Launched) -> StepResult:
         """Wait for the result of a step."""
         if launched.copy is not None:
