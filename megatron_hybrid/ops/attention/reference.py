@@ -360,13 +360,10 @@ def _decode_groups(
                 hides |= numbers < first
                 columns = np.maximum(columns, first // B)
                 edges.append(slice(0, int((first - low).max())))
-            hidden_rt11 = to_device(hides[:, :, None, None], device, torch.bool)
-            is_one = len(own) == 1  # its edges hold hidden keys alone
-            hidden = [
-                (edge, None if is_one else hidden_rt11[:, edge])
-                for edge in edges
-                if edge.start < edge.stop
-            ]
+            hidden = [(edge, None) for edge in edges if edge.start < edge.stop]
+            if len(own) > 1:  # else they hold hidden keys alone
+                hidden_rt11 = to_device(hides[:, :, None, None], device, torch.bool)
+                hidden = [(edge, hidden_rt11[:, edge]) for edge, _ in hidden]
             if mask_dtype == torch.bool:
                 visible = ~hides
             else:
