@@ -199,7 +199,7 @@ def test_pages_of_a_long_request_are_bounded(window, block, max_tokens, mode):
     assert request.num_computed >= prompt + answer - 1
     (longest,) = most.values()
     assert longest["decode"] == bound(window, 1, block)  # it is reached, and not by little
-    assert longest["prefill"] >= blocks(max_tokens, block)
+    assert longest["prefill"] >= blocks(min(max_tokens, prompt), block)
     # What stays: what the prompt's end, the place before it where others may leave it, the answer's
     # end and the opportunistic states see, and these states.
     spec = engine.cache.spec
