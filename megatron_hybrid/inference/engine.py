@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from os import PathLike
-from typing import Any
+from typing import Annotated, Any
 
 from torch import nn
 
@@ -46,6 +46,7 @@ from megatron_hybrid.inference.weights.updates import Pairs
 from megatron_hybrid.utils.interrupts import defer_sigint
 from megatron_hybrid.utils.other_names import names_arguments
 from megatron_hybrid.utils.progress import progress as progress_bar
+from megatron_hybrid.utils.validation import Range, check_field
 
 
 @names_arguments()
@@ -598,6 +599,7 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
     def requests(self, num_tokens: int = 0) -> list[RequestView]:
         """The requests that run, those that wait, and the last ones that ended, each group in its
         order, with the last `num_tokens` tokens of each prompt. For operators, as `explain`."""
+        check_field("num_tokens", num_tokens, int)
         live = (*self.scheduler.running, *self.scheduler.waiting)
         return self.live.ended.views(live, self.cache.contents.edge_number, num_tokens)
 
@@ -606,6 +608,7 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
         """The tree of cached prefixes: its edges, parents first, those used last if there are more
         than `max_edges`, with the first `num_tokens` tokens of each, and where each state is. For
         operators, as `explain`."""
+        check_field("max_edges", max_edges, int)
         edges = self.cache_changes(num_tokens=num_tokens).edges
         return sorted(edges, key=lambda edge: (-edge.last_use, edge.start))[:max_edges]
 
@@ -616,6 +619,8 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
         """Return what has changed in the tree of cached prefixes since an earlier answer's
         `version` (None: all of it), with at most `limit` edges and the first `num_tokens` tokens of
         each."""
+        check_field("limit", limit, Annotated[int, Range(ge=1)] | None)
+        check_field("num_tokens", num_tokens, int)
         return self.cache.contents.changes(since, limit, self.offload.tier_of, num_tokens)
 
     @exclusive

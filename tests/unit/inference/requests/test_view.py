@@ -92,3 +92,17 @@ def test_tokens_are_told_only_if_asked():
     assert [edge.first_tokens for edge in engine.cache_tree(num_tokens=5)] == [prompt[:5]]
     assert engine.requests()[0].last_tokens == []
     assert engine.requests(num_tokens=5)[0].last_tokens == prompt[-5:]
+
+
+@pytest.mark.parametrize(
+    ("view", "field", "value"),
+    [
+        ("cache_changes", "limit", 0),
+        ("cache_changes", "num_tokens", -1),
+        ("cache_tree", "max_edges", -1),
+        ("requests", "num_tokens", 1.5),
+    ],
+)
+def test_numbers_that_no_view_can_have_are_refused(view, field, value):
+    with tiny_engine() as engine, pytest.raises(ValueError, match=f"^{field} is {value}; it must"):
+        getattr(engine, view)(**{field: value})
