@@ -25,35 +25,37 @@ FIELDS_OF_EVERY_KIND = dict(
 )
 
 
-def small_config(pattern: str = ALL_MIXERS, **fields) -> HybridConfig:
+def small_fields(pattern: str = ALL_MIXERS, **fields) -> dict:
     """Every dimension a different number where it can be, so that mix-ups do not cancel."""
-    return HybridConfig(
-        **{
-            "layer_pattern": pattern,
-            "hidden_size": 48,
-            "num_attention_heads": 4,
-            "num_query_groups": 2,
-            "vocab_size": 61,
-            "ffn_hidden_size": 80,
-            "sliding_window": 7,
-            "mamba_head_dim": 16,
-            "mamba_state_dim": 12,
-            "mamba_num_groups": 2,
-            "mamba_chunk_size": 8,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 24,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_chunk_size": 8,
-            "q_lora_rank": 20,
-            "kv_lora_rank": 28,
-            "qk_head_dim": 10,
-            "qk_pos_emb_head_dim": 6,
-            "v_head_dim": 14,
-            "init_method_std": 0.15,
-            **fields,
-        }
-    )
+    return {
+        "layer_pattern": pattern,
+        "hidden_size": 48,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "vocab_size": 61,
+        "ffn_hidden_size": 80,
+        "sliding_window": 7,
+        "mamba_head_dim": 16,
+        "mamba_state_dim": 12,
+        "mamba_num_groups": 2,
+        "mamba_chunk_size": 8,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_chunk_size": 8,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 28,
+        "qk_head_dim": 10,
+        "qk_pos_emb_head_dim": 6,
+        "v_head_dim": 14,
+        "init_method_std": 0.15,
+        **fields,
+    }
+
+
+def small_config(pattern: str = ALL_MIXERS, **fields) -> HybridConfig:
+    return HybridConfig(**small_fields(pattern, **fields))
 
 
 def small_model(pattern: str = ALL_MIXERS, **fields) -> HybridModel:

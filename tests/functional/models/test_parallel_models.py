@@ -30,26 +30,16 @@ from split_models import (
 from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 pytestmark = pytest.mark.matrix
 
 RANKS = 4
-SIZES = dict(
+SIZES = dict(  # whose heads divide over four ranks
     hidden_size=32,
     num_attention_heads=8,
     kv_channels=8,
-    vocab_size=61,
-    ffn_hidden_size=48,
-    sliding_window=7,
     mamba_head_dim=8,
-    mamba_state_dim=6,
-    mamba_chunk_size=8,
-    linear_key_head_dim=8,
-    linear_value_head_dim=12,
-    linear_chunk_size=8,
     qk_layernorm=True,
-    init_method_std=0.15,
 )
 EXPERTS = dict(num_moe_experts=5, moe_router_topk=2, moe_ffn_hidden_size=20)
 ALL_BUT_FEW = small_config(
@@ -103,26 +93,17 @@ THE_OTHERS = small_config(
 )
 MODELS = {
     # Two groups or key heads, each on two ranks; and heads of latent attention.
-    "two": HybridConfig(
-        layer_pattern="M*GH+-",
-        num_query_groups=2,
-        mamba_num_groups=2,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
+    "two": small_config(
+        "M*GH+-",
         add_qkv_bias=True,
         attention_output_gate=True,
-        q_lora_rank=20,
-        kv_lora_rank=24,
-        qk_head_dim=10,
-        qk_pos_emb_head_dim=6,
-        v_head_dim=14,
         mamba_section_multipliers=[0.5, 0.75, 1.5, 2.0, 1.25],
         layer_overrides={"M": {"mamba_proj_bias": True}, "H": {"attention_head_gate": True}},
         **SIZES,
     ),
     # One group, on all ranks; norms over all heads; keys and values of another layer.
-    "one": HybridConfig(
-        layer_pattern="M*G-*W*",
+    "one": small_config(
+        "M*G-*W*",
         num_query_groups=1,
         mamba_num_groups=1,
         linear_num_key_heads=1,
@@ -140,9 +121,8 @@ MODELS = {
     "all but few": ALL_BUT_FEW,
     "the others": THE_OTHERS,
     # Heads of two softmaxes, of one group; a memory of channels that the ranks share out.
-    "sambay": HybridConfig(
-        layer_pattern="SW-*J*",
-        num_query_groups=2,
+    "sambay": small_config(
+        "SW-*J*",
         normalization="LayerNorm",
         fp32_residual_connection=True,
         position_embedding_type="none",
@@ -153,9 +133,8 @@ MODELS = {
         **{**SIZES, "qk_layernorm": False},
     ),
     # Norms with a mean.
-    "layer_norm": HybridConfig(
-        layer_pattern="*-",
-        num_query_groups=2,
+    "layer_norm": small_config(
+        "*-",
         qk_layernorm_scope="all_heads",
         normalization="LayerNorm",
         layernorm_zero_centered_gamma=True,

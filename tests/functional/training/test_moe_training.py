@@ -17,6 +17,7 @@ from matrix import asked, matrix_rows
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from rank_processes import run_micro_batches, train_on_ranks
 from router_losses import forget_losses, take_losses
+from small_models import small_fields
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
@@ -34,23 +35,14 @@ LAYOUTS = {
     "tp_ep": {**TP, **EP, "expert_tensor_parallel_size": 1, "sequence_parallel": True},
     "ep": EP,
 }
-CONFIG = dict(
-    layer_pattern="*EME",
-    hidden_size=32,
-    num_attention_heads=4,
-    num_query_groups=2,
-    vocab_size=VOCAB_SIZE,
-    mamba_head_dim=16,
-    mamba_state_dim=12,
-    mamba_num_groups=2,
-    mamba_chunk_size=8,
+CONFIG = small_fields(
+    "*EME",
     num_moe_experts=4,
     moe_router_topk=2,
     moe_ffn_hidden_size=20,
     moe_shared_expert_intermediate_size=20,
     moe_router_score_function="sigmoid",
     moe_router_enable_expert_bias=True,
-    init_method_std=0.15,
 )
 RUN = dict(
     moe_router_dtype="fp64",

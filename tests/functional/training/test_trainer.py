@@ -10,6 +10,7 @@ from index_folders import write_conversations, write_documents
 from matrix import matrix_rows
 from megatron.core import parallel_state
 from rank_processes import train_on_ranks
+from small_models import small_fields
 from small_recipes import small_documents, small_recipe
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
@@ -52,26 +53,13 @@ SAME = ["distributed", "bf16", "bf16 distributed"]
 PROCESSES = [["tp"], ["pp"], ["dp", "bf16", "bf16 distributed", "distributed", "ep"]]
 """Layouts that share processes: core keeps some of its groups for good. Each finds the checkpoints
 of those before it."""
-CONFIG = dict(
-    layer_pattern="MG*|KWE",
-    hidden_size=48,
-    num_attention_heads=4,
-    num_query_groups=2,
+CONFIG = small_fields(
+    "MG*|KWE",
     vocab_size=3072,
-    ffn_hidden_size=80,
-    sliding_window=7,
     qk_layernorm=True,
-    mamba_head_dim=16,
-    mamba_state_dim=12,
-    mamba_num_groups=2,
-    linear_key_head_dim=16,
-    linear_value_head_dim=24,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
     num_moe_experts=4,
     moe_router_topk=4,  # all: which of two equal experts is chosen would be a matter of rounding
     moe_ffn_hidden_size=20,
-    init_method_std=0.15,
 )
 
 

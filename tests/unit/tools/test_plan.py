@@ -2,35 +2,20 @@
 
 import itertools
 from functools import cache
+from pathlib import Path
 
 import pytest
-import torch
 from matrix import matrix_rows
 from reference import random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.inference.config import STATE_ENCODINGS
 from megatron_hybrid.inference.memory.budget import LARGEST_STEP
-from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.tools.plan import parse_count, plan, render
+from megatron_hybrid.tools.plan import parse_count, plan, read_model_config, render
 from megatron_hybrid.utils.tables import size
 
-# Nemotron-H-8B (arXiv 2504.03624): 24 Mamba-2, 4 attention and 24 MLP layers.
-NEMOTRON_H_8B = HybridConfig(
-    layer_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-    hidden_size=4096,
-    ffn_hidden_size=21504,
-    vocab_size=131072,
-    num_attention_heads=32,
-    num_query_groups=8,
-    kv_channels=128,
-    mamba_num_heads=128,
-    mamba_head_dim=64,
-    mamba_state_dim=128,
-    mamba_num_groups=8,
-    gated_linear_unit=False,
-    params_dtype=torch.bfloat16,
-    perform_initialization=False,
-)
+HUB = Path(__file__).parents[2] / "functional" / "huggingface" / "hub_configs"
+NEMOTRON_H_8B = read_model_config(HUB / "nemotron_h_8b.json")
+"""24 Mamba-2, 4 attention and 24 MLP layers (arXiv 2504.03624)."""
 
 
 @cache

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from small_models import small_fields
 from stock_megatron import core_groups
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
@@ -18,20 +19,7 @@ from megatron_hybrid.training.optimizer import (
     update,
 )
 
-CONFIG = dict(
-    layer_pattern="M-*E",
-    hidden_size=32,
-    num_attention_heads=4,
-    num_query_groups=2,
-    vocab_size=40,
-    ffn_hidden_size=48,
-    mamba_head_dim=8,
-    mamba_state_dim=8,
-    mamba_num_groups=1,
-    num_moe_experts=2,
-    moe_ffn_hidden_size=16,
-    init_method_std=0.2,
-)
+CONFIG = small_fields("M-*E", num_moe_experts=2, moe_ffn_hidden_size=16)
 RATE, DECAY = 1e-2, 0.1
 UNDECAYED = {"A_log", "D", "dt_bias", "bias"}
 
@@ -80,8 +68,8 @@ def matrices_of(name, parameter):
         return list(parameter)
     if "linear_qkv" not in name:
         return [parameter]
-    groups = parameter.view(2, 32, 32)  # of 16 rows of queries, 8 of keys, 8 of values
-    return [groups[:, a:b].reshape(-1, 32) for a, b in ((0, 16), (16, 24), (24, 32))]
+    groups = parameter.view(2, 48, 48)  # of 24 rows of queries, 12 of keys, 12 of values
+    return [groups[:, a:b].reshape(-1, 48) for a, b in ((0, 24), (24, 36), (36, 48))]
 
 
 class TorchMuon:
