@@ -326,7 +326,7 @@ def adapter_rows():
     for name, first, second, error, several in (
         ("of another model", "other", "other", "of another model", False),
         ("another factor on a rank", "some", "more", "the adapters' fields.* rank 1 on", True),
-        ("other values on a rank", "some", "rest", "tensor 1 of the adapters.* rank 1 on", True),
+        ("other values on a rank", "some", "rest", "the adapters differs .* rank 1 on", True),
         ("missing on a rank", "some", "none", "has no adapters to read", False),
     ):
         yield Row(
