@@ -72,25 +72,20 @@ class Row:
         name: the path, and the fault.
         fault: makes it, on each rank.
         error: what all ranks raise.
-        writes: whether something is written before it.
-        several: whether it is one between ranks.
+        marks: words. `writes`: something is written before it; `several`: it is one between ranks;
+            `often`: it runs in `make test`; `packed`: it is one of packed weights; `raw`: its
+            trainer uses torch alone; `leaves`: the trainer's group ends.
         sent: for a trainer: what it sends, of the new weights; None: nothing.
-        is_raw: whether the trainer uses torch alone.
-        leaves: whether the group ends.
-        is_often: whether it runs in `make test`.
-        is_packed: whether it is one of packed weights.
     """
 
     name: str
     fault: Callable
     error: str
-    writes: bool = False
-    several: bool = False
+    marks: str = ""
     sent: Callable | None = None
-    is_raw: bool = False
-    leaves: bool = False
-    is_often: bool = False
-    is_packed: bool = False
+
+    def has(self, mark: str) -> bool:
+        return mark in self.marks.split()
 
 
 @dataclass
@@ -222,15 +217,13 @@ def list_rows():
         "list: a rank lacks one",
         load(lambda job: second_has(job, lambda new: dict(list(new.items())[1:]))),
         DIFFER + "embedding.*, rank 1 on .* has ",
-        several=True,
-        is_often=True,
+        "several often",
     )
     yield Row(
         "list: other values",
         load(lambda job: second_has(job, lambda new: dict(at(new, 3, torch.neg)))),
         DIFFER + ".* with the hash ",
-        several=True,
-        is_often=True,
+        "several often",
     )
     yield Row(
         "list: a wrong shape",
@@ -245,8 +238,7 @@ def stream_rows():
         "stream: it raises half way",
         load(lambda job: raises_after(half(job.new)) if job.is_second else job.new.items()),
         "OSError: the trainer is gone|^the trainer is gone",
-        writes=True,
-        is_often=True,
+        "writes often",
     )
     yield Row(
         "stream: it exits half way",
@@ -256,22 +248,19 @@ def stream_rows():
             )
         ),
         "SystemExit: the trainer is gone|^the trainer is gone",
-        writes=True,
+        "writes",
     )
     yield Row(
         "stream: it ends early",
         load(lambda job: half(job.new) if job.is_second else job.new.items()),
         DIFFER + ".*, rank 1 on .* has nothing more",
-        writes=True,
-        several=True,
-        is_often=True,
+        "writes several often",
     )
     yield Row(
         "stream: other values",
         load(lambda job: at(job.new, 3, torch.neg) if job.is_second else job.new.items()),
         DIFFER,
-        writes=True,
-        several=True,
+        "writes several",
     )
 
 
@@ -280,8 +269,7 @@ def led_rows():
         "led: a stream raises half way",
         lambda job: job.lead(lambda: job.engine.load_weights(raises_after(half(job.new)))),
         f"the trainer is gone|{LEADER_HAS_IT}",
-        writes=True,
-        is_often=True,
+        "writes often",
     )
     yield Row(
         "led: a stream half way has KeyboardInterrupt",
@@ -289,8 +277,7 @@ def led_rows():
             lambda: job.engine.load_weights(raises_after(half(job.new), KeyboardInterrupt))
         ),
         f"the trainer is gone|{LEADER_HAS_IT}",
-        writes=True,
-        is_often=True,
+        "writes often",
     )
 
 
@@ -299,7 +286,7 @@ def info_rows():
         "info: no such folder",
         lambda job: job.receive({"path": "/nowhere"}),
         "update_info.path is '/nowhere'",
-        is_often=True,
+        "often",
     )
     yield Row(
         "folder: it is missing on a rank",
@@ -310,24 +297,22 @@ def info_rows():
         "folder: another one on a rank",
         lambda job: job.receive({"path": f"{job.folder}/{'old' if job.rank else 'new'}"}),
         DIFFER,
-        writes=True,  # of tensors that are equal in both, such as norms
-        several=True,
+        "writes several",  # of tensors that are equal in both, such as norms
     )
     yield Row(
         "folder: a mistake in a later part",
         lambda job: job.receive({"path": f"{job.folder}/new"}, {"path": "/nowhere"}),
         "update_info.path is '/nowhere'",
-        writes=True,
-        is_often=True,
+        "writes often",
     )
 
 
 def adapter_rows():
-    for name, first, second, error, several in (
-        ("of another model", "other", "other", "of another model", False),
-        ("another factor on a rank", "some", "more", "the adapters' fields.* rank 1 on", True),
-        ("other values on a rank", "some", "rest", "the adapters differs .* rank 1 on", True),
-        ("missing on a rank", "some", "none", "has no adapters to read", False),
+    for name, first, second, error, marks in (
+        ("of another model", "other", "other", "of another model", ""),
+        ("another factor on a rank", "some", "more", "the adapters' fields.* rank 1 on", "several"),
+        ("other values on a rank", "some", "rest", "the adapters differs .* rank 1 on", "several"),
+        ("missing on a rank", "some", "none", "has no adapters to read", ""),
     ):
         yield Row(
             f"adapters: {name}",
@@ -335,7 +320,7 @@ def adapter_rows():
                 job.engine.model, f"{job.folder}/adapters-{second if job.is_second else first}"
             ),
             error,
-            several=several,
+            marks,
         )
     yield Row(
         "adapters: another call on a rank",
@@ -345,14 +330,13 @@ def adapter_rows():
             else load_adapters(job.engine.model, f"{job.folder}/adapters-some")
         ),
         r"rank 0 on .* is load_adapters\(\), rank 1 on .* is merge_adapters\(\)",
-        several=True,
-        is_often=True,
+        "several often",
     )
     yield Row(
         "adapters: one rank alone",
         load_alone,
         r"rank 1 on .* is load_adapters\(\), and rank 0 on .* did not come|does not call",
-        several=True,
+        "several",
     )
 
 
@@ -380,25 +364,23 @@ def shared_rows():
         "shared: other values on a rank",
         lambda job: job.share(second_has(job, lambda new: dict(at(new, 3, torch.neg))).items()),
         DIFFER,
-        writes=True,
-        several=True,
+        "writes several",
     )
     yield Row(
         "shared: the trainer has freed one",
         lambda job: job.share(everything(job), freed=4),
         "cannot be read from shared memory",
-        writes=True,
-        is_often=True,
+        "writes often",
     )
 
 
 def packed_rows():
     """Rows of a model with packed weights, and folders of such weights."""
-    for name, first, second, error, several in (
-        ("of another format", "fp8", "fp8", "is packed .* but packed .* in the model", False),
-        ("NaN", "nan", "nan", "NaN", False),
-        ("missing on a rank", "int8", "none", "update_info.path is", False),
-        ("another one on a rank", "int8", "int8 of old", DIFFER, True),
+    for name, first, second, error, marks in (
+        ("of another format", "fp8", "fp8", "is packed .* but packed .* in the model", "packed"),
+        ("NaN", "nan", "nan", "NaN", "packed"),
+        ("missing on a rank", "int8", "none", "update_info.path is", "packed"),
+        ("another one on a rank", "int8", "int8 of old", DIFFER, "packed several"),
     ):
         yield Row(
             f"packed: {name}",
@@ -406,15 +388,13 @@ def packed_rows():
                 {"path": f"{job.folder}/{second if job.is_second else first}"}
             ),
             error,
-            several=several,
-            is_packed=True,
+            marks,
         )
     yield Row(
         "packed: a mistake in a later part",
         lambda job: job.receive({"path": f"{job.folder}/int8"}, {"path": "/nowhere"}),
         "update_info.path is '/nowhere'",
-        writes=True,
-        is_packed=True,
+        "writes packed",
     )
     yield Row(
         "folder: a packed one",
@@ -427,47 +407,27 @@ def sent_rows(is_raw):
     """Rows of a trainer that sends tensors, by our class or by torch alone."""
     kind = "raw" if is_raw else "sent"
 
-    def row(name, sent, error, announced=lambda new: {}, **fields):
+    def row(name, sent, error, marks="", announced=lambda new: {}):
         fault = lambda job: job.announce(**announced(job.new))  # noqa: E731
-        return Row(f"{kind}: {name}", fault, error, sent=sent, is_raw=is_raw, **fields)
+        return Row(f"{kind}: {name}", fault, error, f"{kind} {marks}", sent)
 
     fewer, more = "fewer bytes than the", "more bytes than the"
     if not is_raw:
         fewer = more = "and was announced as torch.float32"
     everything = lambda new: list(new.items())  # noqa: E731
-    yield row(
-        "bf16 as fp32 at first", lambda new: at(new, 0, torch.Tensor.bfloat16), fewer, is_often=True
-    )
-    yield row(
-        "bf16 as fp32 later",
-        lambda new: at(new, 4, torch.Tensor.bfloat16),
-        fewer,
-        writes=True,
-        is_often=True,
-    )
-    yield row(
-        "twice as long",
-        lambda new: at(new, 4, lambda t: torch.cat([t, t])),
-        more,
-        writes=True,
-    )
-    yield row(
-        "an unknown name",
-        everything,
-        "no tensor wrong",
-        lambda new: {"names": ["wrong", *list(new)[1:]]},
-    )
-    yield row(
-        "an unknown dtype",
-        everything,
-        "'fp32', of .*, is no dtype",
-        lambda new: {"dtype_names": ["fp32"] * len(new)},
-        leaves=is_raw,
-        is_often=is_raw,
-    )
+    half_of = lambda place: lambda new: at(new, place, torch.Tensor.bfloat16)  # noqa: E731
+    twice = lambda new: at(new, 4, lambda t: torch.cat([t, t]))  # noqa: E731
+    wrong_name = lambda new: {"names": ["wrong", *list(new)[1:]]}  # noqa: E731
+    wrong_dtype = lambda new: {"dtype_names": ["fp32"] * len(new)}  # noqa: E731
+    ends = "leaves often" if is_raw else ""
+    yield row("bf16 as fp32 at first", half_of(0), fewer, "often")
+    yield row("bf16 as fp32 later", half_of(4), fewer, "writes often")
+    yield row("twice as long", twice, more, "writes")
+    yield row("an unknown name", everything, "no tensor wrong", "", wrong_name)
+    yield row("an unknown dtype", everything, "'fp32', of .*, is no dtype", ends, wrong_dtype)
     if not is_raw:
-        yield row("another order", swapped, "and another tensor was sent", writes=True)
-    yield row("the trainer leaves", half, "trainer|Connection", writes=True, leaves=True)
+        yield row("another order", swapped, "and another tensor was sent", "writes")
+    yield row("the trainer leaves", half, "trainer|Connection", "writes leaves")
 
 
 ROWS = [*list_rows(), *stream_rows(), *led_rows(), *info_rows(), *adapter_rows()]
@@ -502,9 +462,9 @@ def groups_of(rows):
     """Which rows begin with a new group."""
     before = None
     for row in rows:
-        yield row, row.sent is not None and before != row.is_raw
+        yield row, row.sent is not None and before != row.has("raw")
         if row.sent is not None:
-            before = None if row.leaves else row.is_raw
+            before = None if row.has("leaves") else row.has("raw")
 
 
 def tell_port(folder, name):
@@ -529,11 +489,13 @@ def run_trainer(rows, new, folder, layout):
             if group is not None:
                 group.close()
             port = tell_port(folder, f"port of {layout}, {row.name.replace(':', '')}")
-            group = RawGroup(port) if row.is_raw else WeightGroup("127.0.0.1", port, 0, 1 + RANKS)
-        with suppress(RuntimeError) if row.leaves else nullcontext():
+            group = (
+                RawGroup(port) if row.has("raw") else WeightGroup("127.0.0.1", port, 0, 1 + RANKS)
+            )
+        with suppress(RuntimeError) if row.has("leaves") else nullcontext():
             for name, tensor in row.sent(new):
                 group.broadcast(tensor, name)
-        if row.leaves:
+        if row.has("leaves"):
             group.close()
             group = None
         else:  # the next full update comes through the same group
@@ -554,7 +516,7 @@ def answer(engine):
 
 def recover(job, row, number):
     """A full update, by each way in turn."""
-    if row.sent is not None and not row.leaves:
+    if row.sent is not None and not row.has("leaves"):
         job.announce()
     elif number % 3 == 0:
         job.receive({"path": f"{job.folder}/new"})
@@ -571,7 +533,7 @@ def run_row(job, row, number, old, bits):
     with pytest.raises(kinds) as raised:
         row.fault(job)
     assert re.search(row.error, str(raised.value)), str(raised.value)
-    if row.writes:
+    if row.has("writes"):
         with pytest.raises(WeightsUnfinishedError, match="send these once more, or the whole") as e:
             answer(engine)
         assert engine.weights_failure == str(e.value) and not engine.has_work
@@ -602,13 +564,14 @@ def end_a_wait(job):
 
 
 def run_rank(rank, folder, layouts, is_whole):
-    rows = [row for row in ROWS if is_whole or row.is_often]
+    rows = [row for row in ROWS if is_whole or row.has("often")]
     old, new = torch.load(folder / "old.pt"), torch.load(folder / "new.pt")
     rows_of = {
         name: [
             row
             for row in rows
-            if not (row.several and name == "one") and row.is_packed == (name == "packed")
+            if not (row.has("several") and name == "one")
+            and row.has("packed") == (name == "packed")
         ]
         for name in layouts
     }
