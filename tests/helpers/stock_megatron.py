@@ -11,6 +11,7 @@ import importlib.util
 import sys
 from types import ModuleType, SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -222,7 +223,7 @@ def core_groups() -> None:
 
 
 @contextlib.contextmanager
-def on_cpu(monkeypatch):
+def on_cpu(monkeypatch=pytest.MonkeyPatch):
     """Within it, megatron-core's hybrid modules build and run on the CPU."""
     core_groups()
     tracker = SimpleNamespace(fork=contextlib.nullcontext)
@@ -497,18 +498,45 @@ def _fused_keys(attention_input, has_experts):
     return keys
 
 
-def model_of_args(args, **sizes):
+def stock_model(config, pattern, **arguments):
+    """`hybrid_model` of a pattern, whose layers count, or `gpt_model` for None; in eval mode."""
+    if pattern is None:
+        return gpt_model(config, **arguments).eval()
+    config.num_layers = len(pattern.partition("/")[0])
+    return hybrid_model(config, pattern, **arguments).eval()
+
+
+def logits_of(model, tokens):
+    """A stock model's logits of tokens [b, s]."""
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    with on_cpu(), torch.no_grad():
+        return model(tokens, position_ids=positions, attention_mask=None)
+
+
+OF_THE_RUN = {"hidden_dropout", "attention_dropout", "recompute_granularity", "attention_backend"}
+OF_THE_RUN |= {f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert")}
+
+
+def model_of_args(args, pattern=None, **sizes):
     """The model that Megatron-LM builds of the arguments in a checkpoint, small and of local
-    layers; use in `on_cpu`. sizes: of its parallel groups, such as tensor_model_parallel_size."""
+    layers; use in `on_cpu`.
+
+    Args:
+        pattern: of a hybrid model, where the arguments may say it by ratios.
+        sizes: of its parallel groups, such as tensor_model_parallel_size.
+    """
     latent = getattr(args, "multi_latent_attention", False)
+    is_hybrid = getattr(args, "is_hybrid_model", pattern is not None)
     kind = MLATransformerConfig if latent else TransformerConfig
-    names = {field.name for field in dataclasses.fields(kind)} & vars(args).keys()
+    names = {field.name for field in dataclasses.fields(kind)} & vars(args).keys() - OF_THE_RUN
     values = {name: getattr(args, name) for name in names}
+    if not getattr(args, "group_query_attention", True):
+        values["num_query_groups"] = args.num_attention_heads
     values["layernorm_epsilon"] = args.norm_epsilon
     values["layernorm_zero_centered_gamma"] = args.apply_layernorm_1p
     values["num_moe_experts"] = args.num_experts
     values["bias_activation_fusion"] = args.bias_gelu_fusion
-    if args.swiglu or args.quick_geglu:
+    if args.swiglu or getattr(args, "quick_geglu", False):
         values["gated_linear_unit"] = True
         values["activation_func"] = F.silu if args.swiglu else activations.quick_gelu
     elif args.squared_relu:
@@ -516,23 +544,23 @@ def model_of_args(args, **sizes):
     config = core_config(**values, **sizes)
     arguments = {
         "vocab_size": args.padded_vocab_size,
-        "position_embedding_type": args.position_embedding_type,
+        "position_embedding_type": "rope" if latent else args.position_embedding_type,
         "rotary_base": args.rotary_base,
         "rotary_percent": args.rotary_percent,
         "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
         "seq_len_interpolation_factor": getattr(args, "rotary_seq_len_interpolation_factor", None),
     }
-    if not args.is_hybrid_model:
+    if not is_hybrid:
         arguments["rope_scaling"] = getattr(args, "use_rope_scaling", False)
     if args.position_embedding_type == "yarn":
         for name in ("rotary_scaling_factor", "mscale", "mscale_all_dim"):
             setattr(config, f"yarn_{name}", getattr(args, name))
         for name in filter(lambda name: name.startswith("yarn_"), vars(args)):
             setattr(config, name, getattr(args, name))
-    if not args.is_hybrid_model:
+    if not is_hybrid:
         return gpt_model(config, **arguments)
     mixer = {"expand": args.mamba_expand} if hasattr(args, "mamba_expand") else None
-    return hybrid_model(config, args.hybrid_layer_pattern, mixer=mixer, **arguments)
+    return hybrid_model(config, pattern or args.hybrid_layer_pattern, mixer=mixer, **arguments)
 
 
 def moe_spec(config):

@@ -33,23 +33,16 @@ def build(pattern, fields, **arguments):
     torch.manual_seed(7)
     config = stock_megatron.core_config(**{**FIELDS, **fields})
     arguments |= {"vocab_size": VOCAB, "position_embedding_type": "rope"}
-    if pattern is None:
-        return stock_megatron.gpt_model(config, **arguments).eval()
-    config.num_layers = len(pattern)
-    return stock_megatron.hybrid_model(config, pattern, **arguments).eval()
+    with stock_megatron.on_cpu(), torch.no_grad():
+        return stock_megatron.stock_model(config, pattern, **arguments)
 
 
 def serve_stage(rank, folder):
     """The layers and parameter names of a pipeline stage, and the answers of all stages."""
     fields = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": RANKS}
     set_up_groups(fields)
-    with pytest.MonkeyPatch.context() as patch, stock_megatron.on_cpu(patch):
-        stock = build(
-            "M-*E",
-            {**fields, "pipeline_dtype": torch.float32},
-            pre_process=rank == 0,
-            post_process=rank == 1,
-        )
+    ends = {"pre_process": rank == 0, "post_process": rank == 1}
+    stock = build("M-*E", {**fields, "pipeline_dtype": torch.float32}, **ends)
     served = mh.from_megatron(stock)
     names = {name for name, parameter in served.named_parameters()}
     assert {id(p) for p in served.parameters()} == {id(p) for p in stock.parameters()}
@@ -73,10 +66,8 @@ def serve_experts(rank, dispatcher, folder):
 
 def serve(pattern, fields, tokens, folder):
     """Logits of core's model and of ours over its parameters, and the answers; it is saved, too."""
-    with pytest.MonkeyPatch.context() as patch, stock_megatron.on_cpu(patch), torch.no_grad():
-        stock = build(pattern, fields)
-        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        expected = stock(tokens, position_ids=positions, attention_mask=None)
+    stock = build(pattern, fields)
+    expected = stock_megatron.logits_of(stock, tokens)
     served = mh.from_megatron(stock)
     assert {id(p) for p in served.parameters()} == {id(p) for p in stock.parameters()}
     with torch.no_grad():
@@ -88,8 +79,7 @@ def serve(pattern, fields, tokens, folder):
 
 def one_group_error():
     """Why a model with fewer key/value heads than ranks is refused."""
-    with pytest.MonkeyPatch.context() as patch, stock_megatron.on_cpu(patch):
-        stock = build(None, {"num_query_groups": 1})
+    stock = build(None, {"num_query_groups": 1})
     try:
         mh.from_megatron(stock)
     except ValueError as error:

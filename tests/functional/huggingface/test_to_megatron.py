@@ -120,11 +120,10 @@ def small(name):
 
 def logits_of_core(folder, **sizes):
     """What the model of a folder's arguments computes with the folder's weights, on this rank."""
-    positions = torch.arange(TOKENS.shape[1]).expand_as(TOKENS)
-    with pytest.MonkeyPatch.context() as patch, stock_megatron.on_cpu(patch), torch.no_grad():
+    with stock_megatron.on_cpu():
         stock = stock_megatron.model_of_args(DistributedTensors(folder).args, **sizes).eval()
         load_folder(stock, folder / "release")
-        return stock(TOKENS, position_ids=positions, attention_mask=None)
+    return stock_megatron.logits_of(stock, TOKENS)
 
 
 @pytest.fixture(scope="module", params=matrix_rows(CHANGES, *ONE_OF_A_KIND))

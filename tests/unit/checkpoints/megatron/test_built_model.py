@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
-from stock_megatron import core_config, scramble
+from stock_megatron import core_config, logits_of, scramble
 from torch import nn
 
 import megatron_hybrid as mh
@@ -31,33 +31,12 @@ LATENT = {
 DELTA = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2}
 
 
-@pytest.fixture
-def build(monkeypatch):
-    """Builds a stock model: of a hybrid pattern, or a GPTModel for None."""
-
-    def build(pattern, config, **arguments):
-        with stock_megatron.on_cpu(monkeypatch), torch.no_grad():
-            if pattern is None:
-                model = stock_megatron.gpt_model(config, vocab_size=VOCAB, **arguments)
-            else:
-                config.num_layers = len(pattern.partition("/")[0])
-                model = stock_megatron.hybrid_model(config, pattern, vocab_size=VOCAB, **arguments)
-            scramble(model)
-            return model.eval()
-
-    return build
-
-
-@pytest.fixture
-def logits_of(monkeypatch):
-    """Computes a stock model's logits of a batch [b, s]."""
-
-    def logits(model, tokens):
-        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        with stock_megatron.on_cpu(monkeypatch), torch.no_grad():
-            return model(tokens, position_ids=positions, attention_mask=None)
-
-    return logits
+def build(pattern, config, **arguments):
+    """A stock model: of a hybrid pattern, or a GPTModel for None."""
+    with stock_megatron.on_cpu(), torch.no_grad():
+        model = stock_megatron.stock_model(config, pattern, vocab_size=VOCAB, **arguments)
+        scramble(model)
+        return model
 
 
 def assert_shares_all(served, stock):
@@ -116,7 +95,7 @@ else:  # which takes it, and turns nothing
 
 
 @pytest.mark.parametrize(("pattern", "fields", "arguments"), CASES)
-def test_logits_are_those_of_the_stock_model(build, logits_of, pattern, fields, arguments):
+def test_logits_are_those_of_the_stock_model(pattern, fields, arguments):
     stock = build(pattern, core_config(**fields), **arguments)
     served = mh.from_megatron(stock)
     assert_shares_all(served, stock)
@@ -127,7 +106,7 @@ def test_logits_are_those_of_the_stock_model(build, logits_of, pattern, fields, 
     assert expected.abs().max() > 0.5, "the model says too little to compare"
 
 
-def test_yarn_is_that_of_the_stock_model(build, logits_of):
+def test_yarn_is_that_of_the_stock_model():
     """Its numbers are attributes of the config, which no release declares as fields."""
     config = core_config()
     yarn = {
@@ -148,7 +127,7 @@ def test_yarn_is_that_of_the_stock_model(build, logits_of):
     torch.testing.assert_close(logits, logits_of(stock, tokens), atol=2e-5, rtol=1e-5)
 
 
-def test_layers_for_multi_token_prediction_are_left_out(build, caplog):
+def test_layers_for_multi_token_prediction_are_left_out(caplog):
     hybrid, gpt = build("M*-", core_config()), build(None, core_config(), **ROPE)
     name = "hybrid_override_pattern" if stock_megatron.IS_0_16 else "hybrid_layer_pattern"
     setattr(hybrid, name, "M*-/M-")
@@ -160,13 +139,13 @@ def test_layers_for_multi_token_prediction_are_left_out(build, caplog):
         assert "multi-token prediction" in caplog.text
 
 
-def test_a_pattern_that_was_made_of_ratios(build):
+def test_a_pattern_that_was_made_of_ratios():
     stock = build("M*-", core_config())
     stock.hybrid_override_pattern = stock.hybrid_layer_pattern = None
     assert mh.from_megatron(stock).config.layer_pattern == "M*-"
 
 
-def greedy(logits_of, stock, prompt, answer):
+def greedy(stock, prompt, answer):
     """Whether each token of an answer is the likeliest one after all before it."""
     logits = logits_of(stock, torch.tensor([prompt + answer]))[0]
     return logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
@@ -205,7 +184,7 @@ def load_other_weights(stock):
 
 
 @pytest.mark.parametrize("change", [step_of_an_optimizer, load_other_weights])
-def test_a_change_of_the_stock_model_is_noticed(build, logits_of, change):
+def test_a_change_of_the_stock_model_is_noticed(change):
     stock = build("M*-E", core_config(**GATED, **MOE), **ROPE)
     engine = engine_of(stock)
     before, _ = ask(engine)
@@ -213,7 +192,7 @@ def test_a_change_of_the_stock_model_is_noticed(build, logits_of, change):
     after, skipped = ask(engine)
     assert skipped == [0, 0], "states of the old weights were used"
     assert after != before
-    assert all(greedy(logits_of, stock, *pair) for pair in zip(PROMPTS, after))
+    assert all(greedy(stock, *pair) for pair in zip(PROMPTS, after))
 
 
 class Wrapper(nn.Module):
@@ -233,7 +212,7 @@ def a_constructor_was_wrapped(monkeypatch):
 
 
 @pytest.mark.parametrize("pattern", ["M*-E", None])
-def test_parameters_that_were_not_made_on_meta_are_adopted_too(build, monkeypatch, pattern):
+def test_parameters_that_were_not_made_on_meta_are_adopted_too(monkeypatch, pattern):
     stock = build(pattern, core_config(**GATED, **(MOE if pattern else {})), **ROPE)
     with monkeypatch.context() as patch:
         a_constructor_was_wrapped(patch)
@@ -243,7 +222,7 @@ def test_parameters_that_were_not_made_on_meta_are_adopted_too(build, monkeypatc
 
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
-def test_what_was_not_adopted_is_an_error_by_name(build, monkeypatch, kind):
+def test_what_was_not_adopted_is_an_error_by_name(monkeypatch, kind):
     """Whatever else a HybridModel has, on meta or not, it is not served as initialized."""
     stock = build("M*-", core_config(**GATED), **ROPE)
     setup = HybridModel.__init__
@@ -261,15 +240,15 @@ def test_what_was_not_adopted_is_an_error_by_name(build, monkeypatch, kind):
         mh.from_megatron(stock)
 
 
-def test_wrapped_models_are_unwrapped(build, monkeypatch):
+def test_wrapped_models_are_unwrapped():
     stock = build("M*-", core_config(**GATED))
-    with stock_megatron.on_cpu(monkeypatch):
+    with stock_megatron.on_cpu():
         wrapped = DistributedDataParallel(stock.config, DistributedDataParallelConfig(), stock)
     for model in (wrapped, [wrapped], Wrapper(wrapped), Wrapper(Wrapper(stock))):
         assert_shares_all(mh.from_megatron(model), stock)
 
 
-def test_half_precision_wrappers(build, logits_of):
+def test_half_precision_wrappers():
     """Float16Module rounds the parameters too that are fp32 in ours."""
     config = core_config(**GATED, **MOE, bf16=True, params_dtype=torch.bfloat16)
     stock = build("M*-E", config, **ROPE)
@@ -316,7 +295,7 @@ def group_expert_weights(stock):
 
 
 @pytest.mark.parametrize("pattern", ["M*-E", None])
-def test_names_of_transformer_engine_layers(build, logits_of, pattern):
+def test_names_of_transformer_engine_layers(pattern):
     fields = {**MOE, "moe_layer_freq": 2} if pattern is None else MOE
     stock = build(pattern, core_config(**fields, normalization="LayerNorm"), **ROPE)
     tokens = torch.randint(0, VOCAB, (2, 30))
@@ -329,7 +308,7 @@ def test_names_of_transformer_engine_layers(build, logits_of, pattern):
         torch.testing.assert_close(served(tokens), expected, atol=2e-5, rtol=1e-5)
 
 
-def test_a_served_model_can_be_saved(build, tmp_path):
+def test_a_served_model_can_be_saved(tmp_path):
     served = mh.from_megatron(build(None, core_config(**GATED, **MOE), **ROPE))
     mh.save_checkpoint(served, tmp_path)
     loaded, _ = mh.load_pretrained(tmp_path)
@@ -354,7 +333,7 @@ def test_other_objects_are_refused(model, message):
         mh.from_megatron(model)
 
 
-def test_models_of_ours_are_refused(build):
+def test_models_of_ours_are_refused():
     with pytest.raises(TypeError, match="pass it to the engine itself"):
         mh.from_megatron(mh.from_megatron(build("M", core_config())))
 
@@ -409,7 +388,7 @@ def pipeline_pieces(stock):
         (pipeline_pieces, "virtual_pipeline_model_parallel_size is 2"),
     ],
 )
-def test_models_that_cannot_be_served_say_why(build, change, message):
+def test_models_that_cannot_be_served_say_why(change, message):
     stock = build("M*-E", core_config(**GATED, **MOE), **ROPE)
     change(stock)
     with pytest.raises(ValueError, match=message):

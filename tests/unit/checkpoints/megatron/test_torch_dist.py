@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import stock_megatron
 import torch
-import torch.nn.functional as F
 import transformers
 from megatron_folders import PATTERN_ARGUMENT, load_folder, megatron_args, save_folder
 
@@ -26,8 +25,6 @@ from megatron_hybrid.ops.activations import squared_relu
 from megatron_hybrid.tools.convert import convert
 
 VOCAB = 61
-GATED = {"add_bias_linear": False, "gated_linear_unit": True, "activation_func": F.silu}
-ROPE = {"position_embedding_type": "rope"}
 EXPERTS = {"moe_router_topk": 2, "moe_ffn_hidden_size": 20}
 LATENT = {"multi_latent_attention": True, "v_head_dim": 12, "qk_layernorm": True}
 LATENT |= {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4}
@@ -42,108 +39,71 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 NO_GATE = {"gated_linear_unit": False, "activation_func": activations.squared_relu}
 
-# name: (pattern, None for a GPTModel; its config; its arguments; Megatron's arguments)
+# name: (pattern, None for a GPTModel; Megatron's arguments)
 MODELS = {
-    "hybrid": ("M*-M", {}, ROPE, {}),
-    "hybrid of 0.16's ratios": ("MM*-", {}, ROPE, {PATTERN_ARGUMENT: None}),
+    "hybrid": ("M*-M", {}),
+    "hybrid of 0.16's ratios": ("MM*-", {PATTERN_ARGUMENT: None}),
     "tied, no gate, LayerNorm": (
         "M-*-",
-        {**NO_GATE, "normalization": "LayerNorm"},
-        {"share_embeddings_and_output_weights": True, "position_embedding_type": "none"},
         {"swiglu": False, "squared_relu": True, "normalization": "LayerNorm"}
         | {"position_embedding_type": "none"}
         | {"untie_embeddings_and_output_weights": False},
     ),
     "hybrid experts": (
         "ME*E",
-        {**EXPERTS, "num_moe_experts": 4, "moe_shared_expert_intermediate_size": 28},
-        {**ROPE, "rotary_percent": 0.5, "rotary_base": 500000},
         {**EXPERTS, "num_experts": 4, "moe_shared_expert_intermediate_size": 28}
         | {"rotary_percent": 0.5, "rotary_base": 500000},
     ),
     "windows": (
         "*-M*",
-        {"window_size": (7, 0), "window_attn_skip_freq": [1, 0, 0, 0]},
-        {**ROPE, "seq_len_interpolation_factor": 2.0},
         {"window_size": (7, 0), "window_attn_skip_freq": [1, 0, 0, 0]}
         | {"rotary_seq_len_interpolation_factor": 2.0, "null_tokenizer_eod_id": None},
     ),
     "gpt": (
         None,
-        {"num_layers": 3, "qk_layernorm": True, "layernorm_epsilon": 1e-3},
-        {**ROPE, "rope_scaling": True},
         {"num_layers": 3, "qk_layernorm": True, "use_rope_scaling": True}
         | {"norm_epsilon": 1e-3, "rope_scaling_factor": 4.0},  # which no GPTModel gets
     ),
     "gpt with biases": (
         None,
-        {"num_layers": 2, "gated_linear_unit": False, "activation_func": F.gelu}
-        | {"add_bias_linear": True, "bias_activation_fusion": True, "num_query_groups": 6},
-        ROPE,
         {"num_layers": 2, "swiglu": False, "add_bias_linear": True, "bias_gelu_fusion": True}
         | {"group_query_attention": False, "num_query_groups": 1},
     ),
     "gpt of unlike layers": (
         None,
-        {**EXPERTS, **UNREAD, "num_layers": 3, "num_moe_experts": 4, "moe_layer_freq": [0, 1, 0]},
-        ROPE,
         {**EXPERTS, **UNREAD, "num_layers": 3, "num_experts": 4, "moe_layer_freq": [0, 1, 0]},
     ),
     "gpt latents": (
         None,
-        {**LATENT, **YARN, "num_layers": 2, "original_max_position_embeddings": 16},
-        ROPE,
         {**LATENT, **YARN, "num_layers": 2, "original_max_position_embeddings": 16}
         | {"position_embedding_type": ["not read"]},
     ),
     "gpt with an MTP head": (
         None,
-        {**EXPERTS, **PLAIN, "num_layers": 2, "num_moe_experts": 4, "mtp_num_layers": 1},
-        ROPE,
         {**EXPERTS, **PLAIN, "num_layers": 2, "num_experts": 4, "mtp_num_layers": 1},
     ),
     "gpt with Gated DeltaNet": (
         None,
         {**DELTA, "num_layers": 3, "attention_output_gate": True, "mtp_num_layers": 2},
-        ROPE,
-        {**DELTA, "num_layers": 3, "attention_output_gate": True, "mtp_num_layers": 2},
     ),
 }
 
 
-@pytest.fixture
-def build(monkeypatch):
-    """Builds a stock model in eval mode, with parameters that hide no mistakes."""
-
-    def build(name, seed=1, vocab_size=VOCAB):
-        pattern, fields, arguments, _ = MODELS[name]
-        torch.manual_seed(seed)
-        sizes = {"num_layers": len(pattern or "MM"), **GATED, **fields}
-        config = stock_megatron.core_config(**sizes)
-        arguments = {"vocab_size": vocab_size, **arguments}
-        with stock_megatron.on_cpu(monkeypatch), torch.no_grad():
-            if pattern is None:
-                model = stock_megatron.gpt_model(config, **arguments)
-            else:
-                model = stock_megatron.hybrid_model(config, pattern, **arguments)
-            stock_megatron.scramble(model)
-            return model.eval()
-
-    return build
+def build(name, seed=1, **fields):
+    """A stock model in eval mode, with parameters that hide no mistakes."""
+    torch.manual_seed(seed)
+    with stock_megatron.on_cpu(), torch.no_grad():
+        model = stock_megatron.model_of_args(args_of(name, **fields), MODELS[name][0])
+        stock_megatron.scramble(model)
+        return model.eval()
 
 
-@pytest.fixture
-def run(monkeypatch):
-    """Computes a stock model's logits."""
-
-    def run(model):
-        if model.config.mtp_num_layers:  # with such heads 0.16 wants labels
-            monkeypatch.setattr(model, "mtp_process", False)
-            monkeypatch.setattr(model.config, "mtp_num_layers", None)
-        with stock_megatron.on_cpu(monkeypatch), torch.no_grad():
-            return model(TOKENS, position_ids=torch.arange(40)[None], attention_mask=None)
-
-    return run
+def run(model):
+    """A stock model's logits."""
+    if model.config.mtp_num_layers:  # with such heads 0.16 wants labels
+        model.mtp_process = False
+        model.config.mtp_num_layers = None
+    return stock_megatron.logits_of(model, TOKENS)
 
 
 LLAMA = transformers.LlamaConfig(
@@ -159,7 +119,7 @@ TOKENS = torch.arange(40)[None] * 7 % VOCAB
 
 
 def args_of(name, **fields):
-    pattern, _, _, args = MODELS[name]
+    pattern, args = MODELS[name]
     pattern = {} if pattern is None else {"num_layers": len(pattern), PATTERN_ARGUMENT: pattern}
     return megatron_args(**{**pattern, **args, **fields})
 
@@ -175,16 +135,14 @@ def close(actual, expected):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_stock_model_s_folder_gives_its_logits_and_core_loads_what_is_written(
-    build, run, tmp_path, monkeypatch, name
-):
+def test_a_stock_model_s_folder_gives_its_logits_and_core_loads_what_is_written(tmp_path, name):
     stock = build(name)
     save_folder(stock, tmp_path / "first", args_of(name))
     model = mh.load_megatron(tmp_path / "first")
     close(logits(model), run(stock))
     save_megatron(model, tmp_path / "second")
     other = build(name, seed=2)
-    with stock_megatron.on_cpu(monkeypatch):
+    with stock_megatron.on_cpu():
         load_folder(other, tmp_path / "second" / "release")
     for tensor_name, value in stock.state_dict().items():
         assert value is None or torch.equal(value, other.state_dict()[tensor_name]), tensor_name
@@ -200,7 +158,7 @@ def keys_and_shapes(folder):
 
 
 @pytest.mark.parametrize("name", [n for n in MODELS if n.startswith("gpt")])
-def test_a_gpt_checkpoint_stays_one_over_ours_and_back(build, run, tmp_path, name):
+def test_a_gpt_checkpoint_stays_one_over_ours_and_back(tmp_path, name):
     stock = build(name)
     save_folder(stock, tmp_path / "first", args_of(name))
     convert(tmp_path / "first", tmp_path / "ours", "ours")
@@ -214,13 +172,13 @@ def test_a_gpt_checkpoint_stays_one_over_ours_and_back(build, run, tmp_path, nam
 
 
 @pytest.fixture
-def saved(build, tmp_path):
+def saved(tmp_path):
     """(stock model, folder, the iteration in it)."""
     stock = build("hybrid")
     return stock, tmp_path, save_folder(stock, tmp_path, args_of("hybrid"))
 
 
-def test_one_iteration_the_latest_and_a_release(saved, run, build):
+def test_one_iteration_the_latest_and_a_release(saved):
     stock, folder, path = saved
     save_folder(build("hybrid", seed=2), folder, args_of("hybrid"), iteration=200)
     close(logits(mh.load_megatron(path)), run(stock))
@@ -230,8 +188,8 @@ def test_one_iteration_the_latest_and_a_release(saved, run, build):
     close(logits(mh.load_megatron(folder)), run(stock))
 
 
-def test_tokens_of_padding_can_be_left_out(build, run, tmp_path):
-    stock = build("hybrid", vocab_size=64)
+def test_tokens_of_padding_can_be_left_out(tmp_path):
+    stock = build("hybrid", padded_vocab_size=64)
     save_folder(stock, tmp_path, args_of("hybrid", padded_vocab_size=64))
     close(logits(mh.load_megatron(tmp_path)), run(stock))
     model = mh.load_megatron(tmp_path, vocab_size=VOCAB)
@@ -244,7 +202,7 @@ def test_tokens_of_padding_can_be_left_out(build, run, tmp_path):
         assert mh.load_megatron(tmp_path).config.vocab_size == expected
 
 
-def test_what_no_builder_passes_on_turns_nothing(saved, run, caplog):
+def test_what_no_builder_passes_on_turns_nothing(saved, caplog):
     stock, folder, path = saved
     for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor"):
         rewrite_args(path, args_of("hybrid", **{name: 4.0}))
@@ -256,7 +214,7 @@ def test_what_no_builder_passes_on_turns_nothing(saved, run, caplog):
         assert mh.load_megatron(folder).config.position_embedding_type == kind
 
 
-def test_dtypes(build, tmp_path):
+def test_dtypes(tmp_path):
     stock = build("hybrid").bfloat16()
     save_folder(stock, tmp_path, args_of("hybrid", bf16=True, params_dtype=torch.bfloat16))
     model = mh.load_megatron(tmp_path)
@@ -266,7 +224,7 @@ def test_dtypes(build, tmp_path):
     assert torch.equal(wide.output_layer.weight, stock.output_layer.weight.float())
 
 
-def test_what_is_no_weight_of_the_decoder_is_left(build, run, tmp_path, caplog):
+def test_what_is_no_weight_of_the_decoder_is_left(tmp_path, caplog):
     stock, other = build("gpt"), build("hybrid")
     others = {
         "optimizer": other.sharded_state_dict("optimizer.state.exp_avg."),
@@ -283,7 +241,7 @@ def test_what_is_no_weight_of_the_decoder_is_left(build, run, tmp_path, caplog):
     assert "multi-token prediction are left out" in message
 
 
-def test_a_pattern_with_stages_and_prediction(saved, run, build, tmp_path):
+def test_a_pattern_with_stages_and_prediction(saved):
     stock, folder, _ = saved
     save_folder(stock, folder, args_of("hybrid", **{PATTERN_ARGUMENT: "M*|-|M/MM"}), iteration=200)
     model = mh.load_megatron(folder)
