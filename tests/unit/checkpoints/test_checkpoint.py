@@ -1,12 +1,11 @@
 """Checkpoints: they come back as they went, and broken ones are refused whole."""
 
 import errno
-import json
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import random_tokens, small_config, small_model
+from small_models import small_model
 from state_dicts import load_state
 from transformers import LlamaConfig
 
@@ -27,20 +26,6 @@ def snapshot(model):
 
 def same(model, before):
     return all(torch.equal(a, b) for a, b in zip(model.parameters(), before))
-
-
-@pytest.mark.parametrize("fields", [{}, {"share_embeddings_and_output_weights": True}])
-def test_round_trip(tmp_path, fields):
-    model = small_model(**fields)
-    save_checkpoint(model, tmp_path / "new" / "folder")
-    again = build_hybrid_model(read_config(tmp_path / "new" / "folder")).eval()
-    load_checkpoint(again, tmp_path / "new" / "folder")
-    tokens = random_tokens(2, 20)
-    assert torch.equal(again(tokens), model(tokens))
-    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == [
-        "config.json",
-        "model.safetensors",
-    ]
 
 
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 20}
@@ -106,7 +91,8 @@ def rename(state, old, new):
         (lambda state: state.update(extra=torch.zeros(1)), "the model does not have extra. The"),
         (
             lambda state: state.update({"decoder.layers.0.mixer.D": torch.zeros(9)}),
-            "decoder.layers.0.mixer.D has shape [9] in {source}, but the model's config gives it",
+            "decoder.layers.0.mixer.D has shape [9] in {source}, but the model's config gives it "
+            "[6]. Config and weights do not belong together",
         ),
         (
             lambda state: state.update({"decoder.layers.0.mixer.D": torch.ones(6).double()}),
@@ -196,13 +182,3 @@ def test_an_override_that_is_not_possible_is_not_the_fault_of_the_file(tmp_path,
     (tmp_path / "config.json").write_text('{"layer_pattern": "M?"}')
     with pytest.raises(CheckpointError, match="unknown symbol"):  # what is wrong with both
         read_config(tmp_path, params_dtype="fp8")
-
-
-def test_a_config_that_contradicts_its_weights(tmp_path):
-    save_checkpoint(small_model("M-"), tmp_path)
-    values = {**small_config("M-").to_dict(), "ffn_hidden_size": 96}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    model = build_hybrid_model(read_config(tmp_path))
-    with pytest.raises(CheckpointError, match="Config and weights do not belong together") as error:
-        load_checkpoint(model, tmp_path)
-    assert "decoder.layers.1.mlp.linear_fc1.weight has shape [160, 48]" in str(error.value)
