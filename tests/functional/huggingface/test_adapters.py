@@ -45,10 +45,6 @@ CACHES = (
 """One model of each kind of cache."""
 
 
-FEW = ("gemma3", "deepseek_v3", "zamba2", "kimi_linear")
-"""Of which `make test` runs what engines do alike over all kinds."""
-
-
 def kept(names: Iterable[str]) -> pytest.MarkDecorator:
     """The models of a test, of which `make test` tries these."""
     return pytest.mark.parametrize("pair", matrix_rows(config_names(), *names), indirect=True)
@@ -106,21 +102,6 @@ def test_restore_at_random_positions(pair):
         report = pair.ask(engine, prompt[:position] + pair.tokens(20))
         assert report.skipped_tokens == position
     assert pair.ask(engine, prompt).skipped_tokens == LONG
-
-
-@kept(FEW)
-def test_fork_and_next_turn(pair):
-    engine = pair.engine()
-    first = pair.tokens(90)
-    fork = first[:61]
-    pair.ask(engine, first)
-    pair.ask(engine, fork + pair.tokens(15))  # finds the junction and saves it
-    assert pair.ask(engine, fork + pair.tokens(23)).skipped_tokens == 61
-    samples = engine.generate([fork], greedy(8), mh.RequestOptions(n=3))[0].samples
-    assert all(pair.reference.is_greedy(fork, s.token_ids) for s in samples)
-    result = engine.generate([first], greedy(8))[0]
-    turn = first + result.token_ids
-    assert pair.ask(engine, turn + pair.tokens(9)).skipped_tokens == len(turn)
 
 
 @kept(kept_names())
