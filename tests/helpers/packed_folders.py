@@ -261,6 +261,15 @@ def write_folders(
     )
 
 
+def stored_bytes(folder: Path) -> dict[str, tuple]:
+    """Dtype, shape and bytes of each tensor of a folder."""
+    tensors = load_file(folder / "model.safetensors")
+    return {
+        name: (tensor.dtype, tensor.shape, tensor.flatten().view(torch.uint8).numpy().tobytes())
+        for name, tensor in tensors.items()
+    }
+
+
 def _write(source: Path, folder: Path, tensors: dict[str, Tensor], config: dict) -> Path:
     shutil.copytree(source, folder)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -10,7 +10,7 @@ import torch
 from huggingface import build
 from matrix import matrix_rows
 from model_folders import rewrite
-from packed_folders import FORMATS, write_folders
+from packed_folders import FORMATS, stored_bytes, write_folders
 from reference import greedy, tiny_engine
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
@@ -93,23 +93,6 @@ def logits(model: mh.HybridModel, length: int = 33) -> torch.Tensor:
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(3, model.vocab_size, (1, length), generator=generator)
     return model(tokens, torch.arange(length)[None], None)
-
-
-def stored_bytes(folder: Path) -> dict[str, tuple]:
-    """Dtype, shape and bytes of each tensor of a folder."""
-    tensors = load_file(folder / "model.safetensors")
-    return {
-        name: (
-            t.dtype,
-            t.shape,
-            t.clone(memory_format=torch.contiguous_format)
-            .flatten()
-            .view(torch.uint8)
-            .numpy()
-            .tobytes(),
-        )
-        for name, t in tensors.items()
-    }
 
 
 def assert_same_model(packed: Path, plain: Path, target: Path) -> mh.HybridModel:

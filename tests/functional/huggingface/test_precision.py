@@ -6,6 +6,7 @@ two draws of the same noise, so what is compared is their size, and not one comp
 other: that would ask for more than either of them has.
 """
 
+import json
 from itertools import product
 
 import pytest
@@ -147,6 +148,8 @@ def test_a_folder_is_written_back_to_the_bit(name, rounded, tmp_path):
     model, _ = mh.load_pretrained(tmp_path / "theirs")
     save_huggingface(model, tmp_path / "ours")
     written = stored(tmp_path / "ours")
+    configs = [json.loads((tmp_path / f / "config.json").read_text()) for f in ("theirs", "ours")]
+    assert configs[0] == configs[1]
     if kind not in RESPELLED:
         assert_same(given, written)
     else:
