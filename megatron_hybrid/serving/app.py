@@ -18,9 +18,7 @@ from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.inference.async_stream import AsyncStream
 from megatron_hybrid.inference.metrics.prometheus import CONTENT_TYPE, PREFIX
-from megatron_hybrid.inference.requests.builder import Prompt, RenderedChat
 from megatron_hybrid.inference.requests.options import LoadedAdapter
-from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving import schemas
 from megatron_hybrid.serving.admission import Ticket
 from megatron_hybrid.serving.answers import Answer
@@ -36,24 +34,21 @@ from megatron_hybrid.serving.fields import (
     GenerationFields,
     LoadAdapterFields,
     OtherFields,
-    TemplateFields,
     TokenizeFields,
     UnloadAdapterFields,
 )
 from megatron_hybrid.serving.json_response import in_turn, json_response
-from megatron_hybrid.serving.messages import MessageAnswer, MessageChat, MessageFields, PromptFields
+from megatron_hybrid.serving.messages import MessageAnswer, MessageFields, PromptFields
 from megatron_hybrid.serving.page_routes import add_page
-from megatron_hybrid.serving.parsers.choice import Style
+from megatron_hybrid.serving.prepared_request import (
+    num_prompts_of,
+    prepare,
+    prompts_of,
+    rendered_chat,
+)
 from megatron_hybrid.serving.request_mapping import (
-    chat_prompt,
-    completion_prompts,
-    guide_of,
-    is_thinking,
     refusal_of_text,
     request_options,
-    sampling_params,
-    thinking_budget,
-    truncated,
 )
 from megatron_hybrid.serving.request_middleware import RequestMiddleware, refusal
 from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
@@ -61,7 +56,6 @@ from megatron_hybrid.serving.routes import EVENTS, Answers, errors, keyed_routes
 from megatron_hybrid.serving.service import Service
 from megatron_hybrid.serving.slow_clients import cancel_on_disconnect
 from megatron_hybrid.serving.trainer_routes import add_trainer
-from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.utils.other_names import attributes_of
 from megatron_hybrid.version import __version__
 
@@ -197,7 +191,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         def counted() -> schemas.InputTokens:
             chat = fields.to_chat()
             chat.check()
-            count = len(_chat_prompt(service, chat).tokens)
+            count = len(rendered_chat(service, chat).tokens)
             changes.extend(chat.changes)
             return {"input_tokens": count}
 
@@ -251,23 +245,24 @@ async def _answer(
     state = request.state
     request_id = fields.request_id or state.request_id
     async with AsyncExitStack() as undo:
-        num_prompts = _num_prompts(fields)
+        num_prompts = num_prompts_of(fields)
         service.admission.check_count(num_prompts, fields.n)
         num_samples = num_prompts * fields.n
         admitted = service.admission.admitted(request_id, state.key, num_samples)
         ticket = state.ticket = undo.enter_context(admitted)
         ticket.names = fields.caller_names
-        reading = service.prepared(ticket, partial(_prepared, service, fields), state.num_bytes)
-        read = await cancel_on_disconnect(request.receive, reading)
-        prompts, params, wish, style, thinks = read
-        guide = None
-        if wish is not None:
-            guide = await cancel_on_disconnect(request.receive, service.compiled(ticket, *wish))
+        preparing = service.prepared(ticket, partial(prepare, service, fields), state.num_bytes)
+        prepared = await cancel_on_disconnect(request.receive, preparing)
+        prompts, params, guide = prepared.prompts, prepared.params, None
+        if prepared.guide is not None:
+            compiling = service.compiled(ticket, *prepared.guide)
+            guide = await cancel_on_disconnect(request.receive, compiling)
         salt = service.auth.salt_of(state.key, fields.cache_salt)
         tenant = service.auth.tenant_of(state.key)
         options = request_options(fields, salt, tenant, guide, request.headers, adapter)
         id, model = prefix + ticket.request_id, fields.model or service.config.model_name
-        answer = form(Answer(service.tokenizer, fields, id, model, style, thinks, prompts))
+        style = prepared.style, prepared.is_thinking
+        answer = form(Answer(service.tokenizer, fields, id, model, *style, prompts))
         headers = header_of(fields.changes)
         for change in headers.values():
             logger.info("request %s: %s", ticket.request_id, change)
@@ -305,95 +300,6 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-def _prepared(
-    service: Service, fields: GenerationFields
-) -> tuple[list[Prompt], SamplingParams, tuple[Guide, str] | None, Style | None, bool]:
-    """Tokenize a request, and read its parameters; for a thread.
-
-    Returns:
-        Prompts, parameters, a guide and the field that asks for it, how the model answers a chat
-        (None: this is no chat), and whether the answer begins inside of reasoning.
-    """
-    prompts, tokenizer = _prompts(service, fields), service.tokenizer
-    is_chat, budget = isinstance(fields, ChatFields), fields.thinking_token_budget
-    style, thinks = None, None
-    if is_chat or budget not in (None, -1):
-        template = tokenizer.template_source(fields.shown_tools if is_chat else None)
-        style = service.config.style_of(template)
-        if style.thoughts is not None:
-            found = {is_thinking(tokenizer, fields, style.thoughts, each) for each in prompts}
-            if len(found) > 1:
-                text = "thinking_token_budget needs prompts that all end in reasoning, or none"
-                raise ApiError(400, f"{text}: send them one by one", "prompt")
-            (thinks,) = found
-    guide = guide_of(fields, style, thinks)
-    params = _params(service, fields, prompts)
-    if budget not in (None, -1):
-        given = budget, style.thoughts, bool(thinks)
-        try:
-            params.thinking_budget = thinking_budget(tokenizer, *given)
-        except ApiError:
-            if not isinstance(fields, MessageChat):  # its clients give one to all models
-                raise
-            fields.note("left out thinking.budget_tokens: this model has none to end")
-    if is_chat and service.config.logs_prompts:
-        logger.info("prompt: %s", tokenizer.detokenize(prompts[0].tokens, False))
-    return prompts, params, guide, style if is_chat else None, bool(thinks)
-
-
-def _num_prompts(fields: GenerationFields) -> int:
-    """Count the prompts, before anything is tokenized."""
-    if not isinstance(fields, CompletionFields) or isinstance(fields.prompt, str):
-        return 1
-    return 1 if not fields.prompt or isinstance(fields.prompt[0], int) else len(fields.prompt)
-
-
-def _prompts(service: Service, fields: GenerationFields) -> list[Prompt]:
-    cut = _cut(service, fields)
-    if isinstance(fields, CompletionFields):
-        prompts = completion_prompts(service.tokenizer.cut_to(*cut), fields)
-    else:
-        prompts = [_chat_prompt(service, fields, cut)]
-    return [truncated(prompt, *cut) for prompt in prompts]
-
-
-def _cut(service: Service, fields: GenerationFields) -> tuple[int | None, str]:
-    """Return how many tokens of a prompt are left, None for all, and the side where it is cut."""
-    most, context = fields.truncate_prompt_tokens, service.engine_config.max_sequence_length
-    if most == 0:
-        text = "truncate_prompt_tokens=0 leaves nothing of the prompt: give 1 or more, or -1"
-        raise ApiError(400, text, "truncate_prompt_tokens")
-    if most == -1:  # as many as there is room for
-        limit = getattr(fields, "max_completion_tokens", None) or fields.max_tokens or 1
-        most = max(1, context - limit)
-    return None if most is None or most > context else most, fields.truncation_side
-
-
-def _chat_prompt(
-    service: Service, fields: TemplateFields, cut: tuple[int | None, str] = (None, "left")
-) -> RenderedChat:
-    tokenizer = service.tokenizer.cut_to(*cut)
-    return chat_prompt(tokenizer, fields, service.config.keeps_changing_lines)
-
-
-def _params(
-    service: Service, fields: GenerationFields, prompts: Sequence[Prompt]
-) -> SamplingParams:
-    limit, context = fields.max_tokens, service.engine_config.max_sequence_length
-    length = max(len(getattr(prompt, "tokens", prompt)) for prompt in prompts)
-    if isinstance(fields, ChatFields) and fields.max_completion_tokens is not None:
-        limit = fields.max_completion_tokens
-    elif limit is None or "max_tokens" not in fields.model_fields_set:
-        left = max(1, context - length)  # what there is room for
-        limit = left if limit is None else min(left, limit)
-    if isinstance(fields, ChatFields) and length + limit > context:
-        if not service.config.lowers_max_tokens or length >= context:
-            raise fields.too_long(length, limit, context)
-        fields.note(f"lowered max_tokens from {limit} to {context - length}")
-        limit = context - length
-    return sampling_params(service.tokenizer, fields, limit)
-
-
 async def _events(
     service: Service, ticket: Ticket, answer: AnyAnswer, streams: Sequence[AsyncStream]
 ) -> AsyncIterator[bytes]:
@@ -427,7 +333,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
                 return service.tokenizer.tokenize(fields.prompt, fields.add_special_tokens)
             except ValueError as error:
                 raise refusal_of_text(error) from error
-        return list(_chat_prompt(service, fields).tokens)
+        return list(rendered_chat(service, fields).tokens)
 
     def tokenized(fields: TokenizeFields) -> schemas.Tokenized:
         tokens, names = tokens_of(fields), None
@@ -450,8 +356,8 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         return {"prompt": service.tokenizer.detokenize(fields.tokens, fields.skip_special_tokens)}
 
     def rendered(fields: GenerationFields) -> schemas.TokenIds | list[schemas.TokenIds]:
-        service.admission.check_count(_num_prompts(fields), fields.n)
-        prompts = _prompts(service, fields)
+        service.admission.check_count(num_prompts_of(fields), fields.n)
+        prompts = prompts_of(service, fields)
         if isinstance(fields, ChatFields):
             return {"token_ids": list(prompts[0].tokens)}
         return [{"token_ids": list(prompt)} for prompt in prompts]

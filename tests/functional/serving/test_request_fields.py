@@ -699,7 +699,7 @@ def test_a_request_waits_once_the_engine_has_it(call, monkeypatch, stream):
 
         monkeypatch.setattr(owner, name, noted)
 
-    note(app, "_prepared")
+    note(app, "prepare")
     note(*((AsyncStream, "begun") if stream else (call.service.engine, "generate")))
     assert call(COMPLETION, {**BODIES[COMPLETION], "stream": stream}).status_code == 200
     assert found == [False, True]
