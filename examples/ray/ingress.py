@@ -18,7 +18,7 @@ from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 
-from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.http.errors import ApiError
 from megatron_hybrid.serving.routes import OF_EACH_REPLICA
 
 SESSION = "x-session-id"

@@ -67,10 +67,10 @@ from megatron_hybrid.dynamo.model_card import card_folder
 from megatron_hybrid.dynamo.requests import Chunks, Json, read_request
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.serving.config import ServingConfig
-from megatron_hybrid.serving.errors import ApiError
-from megatron_hybrid.serving.json_response import to_cpu_thread
+from megatron_hybrid.serving.http.errors import ApiError
+from megatron_hybrid.serving.http.json_response import to_cpu_thread
 from megatron_hybrid.serving.parsers.choice import shown_tool_parser
-from megatron_hybrid.serving.request_mapping import request_options
+from megatron_hybrid.serving.protocols.request_mapping import request_options
 from megatron_hybrid.serving.run import follow, freeze_objects, run, running_service
 from megatron_hybrid.serving.service import STEP_SECONDS, Service, Shutdown, run_steps
 from megatron_hybrid.text.tokenizer import Tokenizer

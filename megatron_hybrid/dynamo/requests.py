@@ -14,11 +14,11 @@ from pydantic import ValidationError
 
 from megatron_hybrid.inference.requests.request import RequestOutput
 from megatron_hybrid.inference.sampling_params import SamplingParams
-from megatron_hybrid.serving.answers import LEAST_LOG_PROB, Answer, usage
-from megatron_hybrid.serving.errors import ApiError, refusal_of_field
-from megatron_hybrid.serving.fields import CompletionFields
+from megatron_hybrid.serving.http.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.parsers.choice import Style
-from megatron_hybrid.serving.request_mapping import (
+from megatron_hybrid.serving.protocols.answers import LEAST_LOG_PROB, Answer, usage
+from megatron_hybrid.serving.protocols.fields import CompletionFields
+from megatron_hybrid.serving.protocols.request_mapping import (
     guide_of,
     is_thinking,
     sampling_params,

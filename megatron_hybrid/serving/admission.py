@@ -12,8 +12,8 @@ from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.requests.request import GenerationResult, RequestOutput
 from megatron_hybrid.serving.config import ServingConfig
-from megatron_hybrid.serving.errors import ApiError
-from megatron_hybrid.serving.json_response import to_cpu_thread
+from megatron_hybrid.serving.http.errors import ApiError
+from megatron_hybrid.serving.http.json_response import to_cpu_thread
 
 STALL_SECONDS = 120.0
 """Without a step, though requests wait for one, before `/health` says so."""

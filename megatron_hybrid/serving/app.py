@@ -19,12 +19,21 @@ from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.inference.async_stream import AsyncStream
 from megatron_hybrid.inference.metrics.prometheus import CONTENT_TYPE, PREFIX
 from megatron_hybrid.inference.requests.options import LoadedAdapter
-from megatron_hybrid.serving import schemas
 from megatron_hybrid.serving.admission import Ticket
-from megatron_hybrid.serving.answers import Answer
-from megatron_hybrid.serving.changes import HEADER, header_of
-from megatron_hybrid.serving.errors import ApiError, refusal_of_field
-from megatron_hybrid.serving.fields import (
+from megatron_hybrid.serving.http.changes import HEADER, header_of
+from megatron_hybrid.serving.http.errors import ApiError, refusal_of_field
+from megatron_hybrid.serving.http.json_response import in_turn, json_response
+from megatron_hybrid.serving.http.slow_clients import cancel_on_disconnect
+from megatron_hybrid.serving.page_routes import add_page
+from megatron_hybrid.serving.prepared_request import (
+    num_prompts_of,
+    prepare,
+    prompts_of,
+    rendered_chat,
+)
+from megatron_hybrid.serving.protocols import schemas
+from megatron_hybrid.serving.protocols.answers import Answer
+from megatron_hybrid.serving.protocols.fields import (
     AbortFields,
     AnyGeneration,
     ChatFields,
@@ -37,24 +46,15 @@ from megatron_hybrid.serving.fields import (
     TokenizeFields,
     UnloadAdapterFields,
 )
-from megatron_hybrid.serving.json_response import in_turn, json_response
-from megatron_hybrid.serving.messages import MessageAnswer, MessageFields, PromptFields
-from megatron_hybrid.serving.page_routes import add_page
-from megatron_hybrid.serving.prepared_request import (
-    num_prompts_of,
-    prepare,
-    prompts_of,
-    rendered_chat,
-)
-from megatron_hybrid.serving.request_mapping import (
+from megatron_hybrid.serving.protocols.messages import MessageAnswer, MessageFields, PromptFields
+from megatron_hybrid.serving.protocols.request_mapping import (
     refusal_of_text,
     request_options,
 )
+from megatron_hybrid.serving.protocols.responses import ResponseAnswer, ResponseFields
 from megatron_hybrid.serving.request_middleware import RequestMiddleware, refusal
-from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
 from megatron_hybrid.serving.routes import EVENTS, Answers, errors, keyed_routes, operator_routes
 from megatron_hybrid.serving.service import Service
-from megatron_hybrid.serving.slow_clients import cancel_on_disconnect
 from megatron_hybrid.serving.trainer_routes import add_trainer
 from megatron_hybrid.utils.other_names import attributes_of
 from megatron_hybrid.version import __version__

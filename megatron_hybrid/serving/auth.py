@@ -5,7 +5,7 @@ import hmac
 from collections.abc import Mapping
 
 from megatron_hybrid.serving.config import ServingConfig
-from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.http.errors import ApiError
 
 
 class Auth:

@@ -9,10 +9,10 @@ from fastapi import FastAPI, Query, Request, Response
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 
-from megatron_hybrid.serving import schemas
-from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.history import SPANS
-from megatron_hybrid.serving.json_response import json_response
+from megatron_hybrid.serving.http.errors import ApiError
+from megatron_hybrid.serving.http.json_response import json_response
+from megatron_hybrid.serving.protocols import schemas
 from megatron_hybrid.serving.routes import errors, operator_routes
 from megatron_hybrid.serving.service import Service
 from megatron_hybrid.serving.tree_feed import TreeFeed

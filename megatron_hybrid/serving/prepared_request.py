@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from megatron_hybrid.inference.requests.builder import Prompt, RenderedChat
 from megatron_hybrid.inference.sampling_params import SamplingParams
-from megatron_hybrid.serving.errors import ApiError
-from megatron_hybrid.serving.fields import (
+from megatron_hybrid.serving.http.errors import ApiError
+from megatron_hybrid.serving.parsers.choice import Style
+from megatron_hybrid.serving.protocols.fields import (
     ChatFields,
     CompletionFields,
     GenerationFields,
     TemplateFields,
 )
-from megatron_hybrid.serving.messages import MessageChat
-from megatron_hybrid.serving.parsers.choice import Style
-from megatron_hybrid.serving.request_mapping import (
+from megatron_hybrid.serving.protocols.messages import MessageChat
+from megatron_hybrid.serving.protocols.request_mapping import (
     chat_prompt,
     completion_prompts,
     guide_of,

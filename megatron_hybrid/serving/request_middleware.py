@@ -15,11 +15,11 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 
-from megatron_hybrid.serving.answers import prefix_block
-from megatron_hybrid.serving.errors import ApiError
-from megatron_hybrid.serving.json_response import encode_json
+from megatron_hybrid.serving.http.errors import ApiError
+from megatron_hybrid.serving.http.json_response import encode_json
+from megatron_hybrid.serving.http.slow_clients import TOO_LARGE, LimitedBody
+from megatron_hybrid.serving.protocols.answers import prefix_block
 from megatron_hybrid.serving.service import Service
-from megatron_hybrid.serving.slow_clients import TOO_LARGE, LimitedBody
 
 access = logging.getLogger("megatron_hybrid.serving.access")
 

@@ -7,8 +7,8 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.security import HTTPBearer
 
 from megatron_hybrid.serving.auth import Auth
-from megatron_hybrid.serving.json_body import BodyRoute
-from megatron_hybrid.serving.schemas import Error
+from megatron_hybrid.serving.http.json_body import BodyRoute
+from megatron_hybrid.serving.protocols.schemas import Error
 
 OF_EACH_REPLICA = (
     *("/abort", "/cache/reset", "/cache/save", "/load", "/metrics", "/requests"),

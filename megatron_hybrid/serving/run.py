@@ -33,9 +33,9 @@ from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.serving.app import create_app
 from megatron_hybrid.serving.config import ServingConfig
+from megatron_hybrid.serving.http.slow_clients import TimedProtocol
 from megatron_hybrid.serving.kv_events import BlockEvents
 from megatron_hybrid.serving.service import STEP_SECONDS, Service, Shutdown, run_steps
-from megatron_hybrid.serving.slow_clients import TimedProtocol
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.utils.child_lifetime import EndSignal
 

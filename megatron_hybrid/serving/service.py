@@ -21,10 +21,10 @@ from megatron_hybrid.inference.weights.updates import WeightsUnfinishedError
 from megatron_hybrid.serving.admission import Admission, Ticket
 from megatron_hybrid.serving.auth import Auth
 from megatron_hybrid.serving.config import ServingConfig
-from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.history import History
-from megatron_hybrid.serving.json_body import RequestBudget
-from megatron_hybrid.serving.json_response import to_cpu_thread
+from megatron_hybrid.serving.http.errors import ApiError, refusal_of
+from megatron_hybrid.serving.http.json_body import RequestBudget
+from megatron_hybrid.serving.http.json_response import to_cpu_thread
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.utils.child_lifetime import EndSignal

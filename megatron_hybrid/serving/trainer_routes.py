@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict
 
 from megatron_hybrid.distributed.watchdog import RankFailedError
 from megatron_hybrid.inference.weights.transfer import TrainerError
-from megatron_hybrid.serving import schemas
-from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.http.errors import ApiError
+from megatron_hybrid.serving.protocols import schemas
 from megatron_hybrid.serving.routes import operator_routes
 from megatron_hybrid.serving.service import Service
 

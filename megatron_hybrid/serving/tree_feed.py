@@ -9,7 +9,7 @@ from typing import Any
 from megatron_hybrid.cache.index.journal import Journal, Version
 from megatron_hybrid.cache.tree_view import EdgeView, TreeChanges
 from megatron_hybrid.inference.async_engine import AsyncEngine
-from megatron_hybrid.serving.json_response import to_cpu_thread
+from megatron_hybrid.serving.http.json_response import to_cpu_thread
 
 MAX_EDGES = 10_000
 """Most edges that are shown: those used last."""

@@ -20,8 +20,8 @@ from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.serving.app import create_app
 from megatron_hybrid.serving.config import ServingConfig
+from megatron_hybrid.serving.http.slow_clients import TimedProtocol
 from megatron_hybrid.serving.service import Service
-from megatron_hybrid.serving.slow_clients import TimedProtocol
 
 DEMO = Path(megatron_hybrid.__file__).parent / "demo_model"
 

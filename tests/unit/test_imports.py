@@ -43,7 +43,7 @@ DOORS = {
 is a program of its own, as it needs Dynamo before it can read its options."""
 
 MOST_FILES, MOST_METHODS = 20, 40
-OF_A_KIND = {"checkpoints/huggingface", "models/mixers", "serving", "serving/parsers"}
+OF_A_KIND = {"checkpoints/huggingface", "models/mixers", "serving/parsers"}
 """Folders with one file for each thing of a kind, which may have more."""
 
 

@@ -8,13 +8,13 @@ import pytest
 from http_server import running_server
 from model_answers import result_of
 
-from megatron_hybrid.serving.answers import Answer
-from megatron_hybrid.serving.changes import HEADER, with_steady_start
-from megatron_hybrid.serving.fields import ChatFields
-from megatron_hybrid.serving.messages import MessageFields
+from megatron_hybrid.serving.http.changes import HEADER, with_steady_start
 from megatron_hybrid.serving.parsers.choice import style_of
-from megatron_hybrid.serving.request_mapping import chat_prompt
-from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
+from megatron_hybrid.serving.protocols.answers import Answer
+from megatron_hybrid.serving.protocols.fields import ChatFields
+from megatron_hybrid.serving.protocols.messages import MessageFields
+from megatron_hybrid.serving.protocols.request_mapping import chat_prompt
+from megatron_hybrid.serving.protocols.responses import ResponseAnswer, ResponseFields
 
 NUM_TURNS = 20
 ABOUT = "You are an agent that edits files. Read a file before you write it, and be brief. " * 36

@@ -9,9 +9,9 @@ from http_server import demo_service
 
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.serving import app as routes
-from megatron_hybrid.serving import json_response
-from megatron_hybrid.serving.answers import Answer
-from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
+from megatron_hybrid.serving.http import json_response
+from megatron_hybrid.serving.protocols.answers import Answer
+from megatron_hybrid.serving.protocols.responses import ResponseAnswer, ResponseFields
 from megatron_hybrid.text.guide import GuideCompiler
 from megatron_hybrid.text.tokenizer import Tokenizer
 

@@ -20,12 +20,13 @@ from pydantic import ValidationError
 
 from docs_tools.reference import escaped, expand
 from megatron_hybrid.inference.async_stream import AsyncStream
-from megatron_hybrid.serving import app, fields, request_mapping, responses
+from megatron_hybrid.serving import app
 from megatron_hybrid.serving.app import create_app, rename_error_fields
-from megatron_hybrid.serving.errors import ApiError, refusal_of_field
-from megatron_hybrid.serving.messages import MessageFields
+from megatron_hybrid.serving.http.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.parsers.choice import REASONING_PARSERS
 from megatron_hybrid.serving.parsers.dialect import ReasoningFormat
+from megatron_hybrid.serving.protocols import fields, request_mapping, responses
+from megatron_hybrid.serving.protocols.messages import MessageFields
 from megatron_hybrid.serving.routes import OF_EACH_REPLICA
 
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"

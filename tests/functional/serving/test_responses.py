@@ -7,10 +7,10 @@ import pytest
 from http_server import DEMO, running_server
 from model_answers import CALL, REPORT, output_of, result_of, said_in
 
-from megatron_hybrid.serving.answers import Answer
-from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.http.errors import ApiError
 from megatron_hybrid.serving.parsers.choice import style_of
-from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
+from megatron_hybrid.serving.protocols.answers import Answer
+from megatron_hybrid.serving.protocols.responses import ResponseAnswer, ResponseFields
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}}

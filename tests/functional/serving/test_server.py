@@ -31,9 +31,10 @@ from waiting import LIMIT_S, wait_until
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_loop import StepLoop
-from megatron_hybrid.serving import admission, slow_clients
+from megatron_hybrid.serving import admission
 from megatron_hybrid.serving.admission import STALL_SECONDS, Ticket
-from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.http import slow_clients
+from megatron_hybrid.serving.http.errors import ApiError
 from megatron_hybrid.text.guide import GuideCompiler
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -25,9 +25,9 @@ from megatron_hybrid.inference.metrics.prometheus import (
 )
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.models.config.field_group import FieldGroup
-from megatron_hybrid.serving import fields as http
-from megatron_hybrid.serving.messages import MessageFields
-from megatron_hybrid.serving.responses import ResponseFields
+from megatron_hybrid.serving.protocols import fields as http
+from megatron_hybrid.serving.protocols.messages import MessageFields
+from megatron_hybrid.serving.protocols.responses import ResponseFields
 from megatron_hybrid.serving.trainer_routes import FinishFields, InitFields, UpdateFields
 from megatron_hybrid.training.checkpoints import CheckpointFields
 from megatron_hybrid.training.data.config import DataFields

@@ -20,10 +20,10 @@ from megatron_hybrid.dynamo.requests import GROUPS, Chunks, read_request
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.requests.request import GenerationResult, RequestOutput
 from megatron_hybrid.inference.sampling_params import ThinkingBudget
-from megatron_hybrid.serving.errors import ApiError
-from megatron_hybrid.serving.fields import CompletionFields
+from megatron_hybrid.serving.http.errors import ApiError
 from megatron_hybrid.serving.parsers.choice import style_of
-from megatron_hybrid.serving.request_mapping import guide_of, sampling_params
+from megatron_hybrid.serving.protocols.fields import CompletionFields
+from megatron_hybrid.serving.protocols.request_mapping import guide_of, sampling_params
 from megatron_hybrid.serving.request_middleware import Origins
 from megatron_hybrid.text.tokenizer import Tokenizer
 

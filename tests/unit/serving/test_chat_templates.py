@@ -8,9 +8,9 @@ from dialects import NAMES, TOKENS, message_of, template
 from http_server import DEMO
 from model_answers import TOOLS
 
-from megatron_hybrid.serving.errors import ApiError
-from megatron_hybrid.serving.fields import ChatFields
-from megatron_hybrid.serving.request_mapping import chat_prompt
+from megatron_hybrid.serving.http.errors import ApiError
+from megatron_hybrid.serving.protocols.fields import ChatFields
+from megatron_hybrid.serving.protocols.request_mapping import chat_prompt
 from megatron_hybrid.text.chat_template import common_length
 from megatron_hybrid.text.tokenizer import Tokenizer
 

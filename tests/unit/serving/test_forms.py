@@ -6,10 +6,10 @@ from dialects import NAMES, message_of, turn
 from guided import accepts
 from model_answers import function
 
-from megatron_hybrid.serving.fields import ChatFields
 from megatron_hybrid.serving.parsers.choice import style_of
 from megatron_hybrid.serving.parsers.dialect import ToolCall
-from megatron_hybrid.serving.request_mapping import guide_of
+from megatron_hybrid.serving.protocols.fields import ChatFields
+from megatron_hybrid.serving.protocols.request_mapping import guide_of
 
 EDIT = function(
     "edit",

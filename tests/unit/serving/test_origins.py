@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.http.errors import ApiError
 from megatron_hybrid.serving.request_middleware import Origins
 
 OPEN = Origins(["models.example"], ["https://chat.example"])

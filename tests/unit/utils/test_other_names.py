@@ -13,9 +13,9 @@ import megatron_hybrid as mh
 from docs_tools.reference import other_names
 from megatron_hybrid import cli
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.serving.fields import ChatFields, CompletionFields
-from megatron_hybrid.serving.messages import MessageFields
-from megatron_hybrid.serving.responses import ResponseFields
+from megatron_hybrid.serving.protocols.fields import ChatFields, CompletionFields
+from megatron_hybrid.serving.protocols.messages import MessageFields
+from megatron_hybrid.serving.protocols.responses import ResponseFields
 from megatron_hybrid.training.recipe import DataFields, DpoFields, GrpoFields, LoraFields, Recipe
 from megatron_hybrid.utils.field_help import fields_help
 from megatron_hybrid.utils.other_names import CONFIGS, SECTIONS, Target, advice, attributes_of, rows

@@ -21,8 +21,8 @@ from pyarrow import parquet
 from rank_processes import rank_context
 
 from megatron_hybrid import cli
-from megatron_hybrid.serving.fields import ChatFields
-from megatron_hybrid.serving.request_mapping import chat_prompt
+from megatron_hybrid.serving.protocols.fields import ChatFields
+from megatron_hybrid.serving.protocols.request_mapping import chat_prompt
 from megatron_hybrid.text import document_files
 from megatron_hybrid.text.document_encoder import SPAN, encode_all, token_dtype
 from megatron_hybrid.text.document_files import read_chunks

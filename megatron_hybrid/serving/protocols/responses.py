@@ -15,9 +15,16 @@ from pydantic import Field, WithJsonSchema
 
 from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.requests.request import GenerationResult, RequestOutput
-from megatron_hybrid.serving.answers import Answer, EventAnswer, Json, argument_pieces, prefix_block
-from megatron_hybrid.serving.errors import ApiError
-from megatron_hybrid.serving.fields import (
+from megatron_hybrid.serving.http.errors import ApiError
+from megatron_hybrid.serving.parsers.dialect import Reasoning, ToolCall
+from megatron_hybrid.serving.protocols.answers import (
+    Answer,
+    EventAnswer,
+    Json,
+    argument_pieces,
+    prefix_block,
+)
+from megatron_hybrid.serving.protocols.fields import (
     FORMATS,
     PART,
     ChatFields,
@@ -31,7 +38,6 @@ from megatron_hybrid.serving.fields import (
     Text,
     refuse_unsupported,
 )
-from megatron_hybrid.serving.parsers.dialect import Reasoning, ToolCall
 from megatron_hybrid.text.chat_template import PART_TYPES
 
 HOSTED = (

@@ -8,9 +8,9 @@ from http_server import DEMO
 from model_answers import CALL, TOOLS, output_of, result_of, said_in
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from megatron_hybrid.serving.answers import Answer, GrowingChoice
-from megatron_hybrid.serving.fields import ChatFields, CompletionFields
 from megatron_hybrid.serving.parsers.choice import style_of
+from megatron_hybrid.serving.protocols.answers import Answer, GrowingChoice
+from megatron_hybrid.serving.protocols.fields import ChatFields, CompletionFields
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_folder(DEMO)

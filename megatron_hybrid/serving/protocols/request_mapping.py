@@ -7,16 +7,16 @@ from typing import Any
 from megatron_hybrid.inference.requests.builder import Prompt, RenderedChat
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams, ThinkingBudget
-from megatron_hybrid.serving.changes import with_steady_start
-from megatron_hybrid.serving.errors import ApiError, refusal_of
-from megatron_hybrid.serving.fields import (
+from megatron_hybrid.serving.http.changes import with_steady_start
+from megatron_hybrid.serving.http.errors import ApiError, refusal_of
+from megatron_hybrid.serving.parsers.choice import Style
+from megatron_hybrid.serving.parsers.dialect import ReasoningFormat
+from megatron_hybrid.serving.protocols.fields import (
     ChatFields,
     CompletionFields,
     GenerationFields,
     TemplateFields,
 )
-from megatron_hybrid.serving.parsers.choice import Style
-from megatron_hybrid.serving.parsers.dialect import ReasoningFormat
 from megatron_hybrid.text.chat_template import TextTooLongError
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.text.tokenizer import Tokenizer

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_hybrid.serving.errors import ApiError
-from megatron_hybrid.serving.json_body import RequestBudget, read_json, values_of
-from megatron_hybrid.serving.json_response import encode_json
+from megatron_hybrid.serving.http.errors import ApiError
+from megatron_hybrid.serving.http.json_body import RequestBudget, read_json, values_of
+from megatron_hybrid.serving.http.json_response import encode_json
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

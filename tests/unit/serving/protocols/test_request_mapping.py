@@ -4,10 +4,14 @@ import pytest
 from http_server import DEMO
 from model_answers import TOOLS
 
-from megatron_hybrid.serving.errors import ApiError
-from megatron_hybrid.serving.fields import ChatFields, CompletionFields
+from megatron_hybrid.serving.http.errors import ApiError
 from megatron_hybrid.serving.parsers.choice import REASONING_PARSERS
-from megatron_hybrid.serving.request_mapping import chat_prompt, completion_prompts, is_thinking
+from megatron_hybrid.serving.protocols.fields import ChatFields, CompletionFields
+from megatron_hybrid.serving.protocols.request_mapping import (
+    chat_prompt,
+    completion_prompts,
+    is_thinking,
+)
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 TEMPLATE = (

@@ -14,11 +14,23 @@ from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.requests.options import Positive, Priority
 from megatron_hybrid.inference.requests.request import GenerationResult
 from megatron_hybrid.inference.sampling_params import Share, Temperature
-from megatron_hybrid.serving.answers import EventAnswer, Json, argument_pieces, prefix_block
-from megatron_hybrid.serving.changes import IMAGE_LEFT_OUT
-from megatron_hybrid.serving.errors import ApiError
-from megatron_hybrid.serving.fields import ChatFields, CountOrAll, Fields, OtherFields, Text, Words
+from megatron_hybrid.serving.http.changes import IMAGE_LEFT_OUT
+from megatron_hybrid.serving.http.errors import ApiError
 from megatron_hybrid.serving.parsers.dialect import Reasoning, ToolCall
+from megatron_hybrid.serving.protocols.answers import (
+    EventAnswer,
+    Json,
+    argument_pieces,
+    prefix_block,
+)
+from megatron_hybrid.serving.protocols.fields import (
+    ChatFields,
+    CountOrAll,
+    Fields,
+    OtherFields,
+    Text,
+    Words,
+)
 
 SAME = ("temperature", "top_p", "top_k", "stream", "cache_salt", "priority")
 """Fields of a message that are a chat's, too, and no part of a prompt."""

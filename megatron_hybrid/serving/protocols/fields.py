@@ -29,8 +29,8 @@ from megatron_hybrid.inference.sampling_params import (
     Share,
     Temperature,
 )
-from megatron_hybrid.serving.changes import IMAGE_LEFT_OUT
-from megatron_hybrid.serving.errors import ApiError, refusal_of_field
+from megatron_hybrid.serving.http.changes import IMAGE_LEFT_OUT
+from megatron_hybrid.serving.http.errors import ApiError, refusal_of_field
 from megatron_hybrid.text.chat_template import OF_TEMPLATE, PART_TYPES, TextTooLongError
 from megatron_hybrid.utils.field_help import fields_help
 from megatron_hybrid.utils.other_names import REQUEST, advice, names_in_requests

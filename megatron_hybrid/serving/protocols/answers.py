@@ -12,12 +12,12 @@ from typing import Any, ClassVar, Self
 from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.metrics.prometheus import FINISH_REASONS
 from megatron_hybrid.inference.requests.request import GenerationResult, RequestOutput
-from megatron_hybrid.serving.errors import ApiError
-from megatron_hybrid.serving.fields import CompletionFields, GenerationFields
-from megatron_hybrid.serving.json_response import encode_json
+from megatron_hybrid.serving.http.errors import ApiError
+from megatron_hybrid.serving.http.json_response import encode_json
 from megatron_hybrid.serving.parsers.answer_parser import AnswerParser
 from megatron_hybrid.serving.parsers.choice import Style
 from megatron_hybrid.serving.parsers.dialect import AnswerPart, Content, Reasoning, ToolCall
+from megatron_hybrid.serving.protocols.fields import CompletionFields, GenerationFields
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]

@@ -7,11 +7,11 @@ import pytest
 from http_server import DEMO
 from model_answers import CALL, TOOLS, output_of, result_of
 
-from megatron_hybrid.serving.answers import Answer
 from megatron_hybrid.serving.app import rename_error_fields
-from megatron_hybrid.serving.errors import ApiError
-from megatron_hybrid.serving.messages import MessageAnswer, MessageFields
+from megatron_hybrid.serving.http.errors import ApiError
 from megatron_hybrid.serving.parsers.choice import style_of
+from megatron_hybrid.serving.protocols.answers import Answer
+from megatron_hybrid.serving.protocols.messages import MessageAnswer, MessageFields
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_folder(DEMO)

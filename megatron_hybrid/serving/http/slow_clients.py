@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from megatron_hybrid.serving.errors import RETRY_SECONDS, ApiError
+from megatron_hybrid.serving.http.errors import RETRY_SECONDS, ApiError
 
 T = TypeVar("T")
 MAX_HEADERS = 128

@@ -16,8 +16,8 @@ from fastapi import HTTPException, Request
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
 
-from megatron_hybrid.serving.errors import ApiError
-from megatron_hybrid.serving.json_response import LARGE_BYTES, in_turn
+from megatron_hybrid.serving.http.errors import ApiError
+from megatron_hybrid.serving.http.json_response import LARGE_BYTES, in_turn
 
 _MAY_BE_INFINITE = re.compile(rb"\d(?:[eE]\+?\d{3}|\d{308})")
 """Numbers beyond float64, which become infinity, have three digits of exponent, or 309 digits."""

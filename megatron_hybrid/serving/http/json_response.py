@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from pydantic_core import to_json
 
-from megatron_hybrid.serving.changes import header_of
-from megatron_hybrid.serving.slow_clients import cancel_on_disconnect
+from megatron_hybrid.serving.http.changes import header_of
+from megatron_hybrid.serving.http.slow_clients import cancel_on_disconnect
 from megatron_hybrid.utils.daemon_threads import DaemonThreads
 
 R = TypeVar("R")
