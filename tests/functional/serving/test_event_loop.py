@@ -8,7 +8,7 @@ import pytest
 from http_server import demo_service
 
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.serving import app as routes
+from megatron_hybrid.serving import app, prepared_request
 from megatron_hybrid.serving.http import json_response
 from megatron_hybrid.serving.protocols.answers import Answer
 from megatron_hybrid.serving.protocols.responses import ResponseAnswer, ResponseFields
@@ -17,7 +17,8 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 
 TAKE_LONG = [
     *((Tokenizer, name) for name in ("tokenize", "detokenize", "chat_prompt")),
-    *((routes, name) for name in ("_prepared", "guide_of")),
+    (app, "prepare"),
+    (prepared_request, "guide_of"),
     (json_response, "encode_json"),
     (Answer, "whole"),
     (ResponseAnswer, "whole"),
