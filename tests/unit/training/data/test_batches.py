@@ -96,15 +96,6 @@ def test_reading_draws_no_random_numbers():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_batch_is_one_row_of_sequences():
-    batch = Batch.of([Numbered()[i] for i in (2, 6, 9)])
-    assert batch.tokens.shape == batch.labels.shape == batch.loss_mask.shape == (1, 24)
-    assert batch.lengths == [3, 5, 7, 1, 3, 5]
-    params = batch.packed_seq_params()
-    assert params.cu_seqlens_q.tolist() == [0, 3, 8, 15, 16, 19, 24] and params.max_seqlen_q == 7
-    assert params.cu_seqlens_q.dtype == torch.int32 and params.qkv_format == "thd"
-
-
 def test_sequences_are_cut_without_moving_a_token():
     batch = Batch.of([Numbered()[i] for i in (2, 6)])
     cut = batch.cut(3)
@@ -116,12 +107,9 @@ def test_sequences_are_cut_without_moving_a_token():
 def test_a_model_takes_a_batch_as_sequences_that_are_alone(most):
     model = small_model()
     batch = Batch.of([Numbered()[i] for i in (2, 6)]).cut(most)
-    batch.labels = batch.tokens.roll(-1)
-    loss = model(
-        batch.tokens,
-        labels=batch.labels,
-        packed_seq_params=batch.packed_seq_params(),
-    )
+    batch.labels, params = batch.tokens.roll(-1), batch.packed_seq_params()
+    assert params.cu_seqlens_q.dtype == torch.int32 and params.qkv_format == "thd"
+    loss = model(batch.tokens, labels=batch.labels, packed_seq_params=params)
     parts = zip(batch.tokens.split(batch.lengths, 1), batch.labels.split(batch.lengths, 1))
     alone = torch.cat([model(tokens, labels=labels) for tokens, labels in parts], 1)
     torch.testing.assert_close(loss, alone, atol=1e-5, rtol=1e-5)
