@@ -22,17 +22,12 @@ def run(folder, *overrides):
 
 
 @pytest.mark.matrix
-def test_it_learns(tmp_path):
+def test_it_learns_and_goes_on_in_another_layout(tmp_path):
     (_, first), (_, second), (_, third) = whole = run(tmp_path)
     assert [step for step, _ in whole] == [2, 4, 6] and first > second > third
-    model, tokenizer = load_pretrained(tmp_path / "runs/pretrain_hybrid/exported")
-    assert model.config.vocab_size == tokenizer.vocab_size
-
-
-@pytest.mark.matrix
-def test_it_goes_on_in_another_layout(tmp_path):
-    *_, (_, third) = run(tmp_path)
     folder = tmp_path / "runs/pretrain_hybrid"
+    model, tokenizer = load_pretrained(folder / "exported")
+    assert model.config.vocab_size == tokenizer.vocab_size
     for made in ("iter_0000006", "exported"):
         (folder / made).rename(folder / f"old_{made}")
     resumed = run(tmp_path, "model.tensor_model_parallel_size=2")
