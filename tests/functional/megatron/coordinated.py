@@ -115,16 +115,10 @@ def high_level(model) -> dict:
     out = {"is_primary": llm.is_primary_rank}
     if llm.is_primary_rank:
         out["answers"] = [request.generated_tokens for request in llm.generate(PROMPTS, SHORT)]
-        llm.pause()
-        llm.suspend()
-        llm.resume()
-        llm.unpause()
+    for call in (llm.pause, llm.suspend, llm.resume, llm.unpause):
+        call()
+    if llm.is_primary_rank:
         out["again"] = [request.generated_tokens for request in llm.generate(PROMPTS[:1], SHORT)]
-    elif dist.get_world_size() > 1:
-        llm.pause()
-        llm.suspend()
-        llm.resume()
-        llm.unpause()
     llm.shutdown()
     llm.wait_for_shutdown()
     return out

@@ -47,10 +47,8 @@ def sync_answers(model):
             return llm.engine.state is EngineState.STOPPED
         found = rows(llm.generate(PROMPTS, greedy_params(6)))
         found += rows(llm.generate(PROMPTS, greedy_params(6)))
-        llm.pause()
-        llm.suspend()
-        llm.resume()
-        llm.unpause()
+        for call in (llm.pause, llm.suspend, llm.resume, llm.unpause):
+            call()
         return found + rows(llm.generate(PROMPTS, greedy_params(6)))
 
 
