@@ -21,7 +21,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from rank_processes import join_ranks, rank_context
+from rank_processes import join_ranks, start_ranks
 from reference import greedy, random_tokens, tiny_model
 from split_models import load
 
@@ -141,19 +141,14 @@ class Job:
         return ""
 
 
-def run_rank(folder: str, number: int, rank: int) -> None:
+def run_rank(rank: int, folder: str, number: int) -> None:
     Job(folder, number, rank).run()
 
 
 def try_row(folder: str, number: int) -> tuple[float, float, bool]:
     """Seconds until the others and until all have ended, and whether the others wrote the name."""
     *_, failing, _ = rows()[number]
-    processes = [
-        rank_context().Process(target=run_rank, args=(folder, number, rank))
-        for rank in range(RANKS)
-    ]
-    for process in processes:
-        process.start()
+    processes = start_ranks(run_rank, RANKS, folder, number)
     at = Path(f"{folder}/{number}.at")
     limit = time.time() + LIMIT_SECONDS
     while not (at.exists() and at.read_text()) and time.time() < limit:

@@ -29,6 +29,15 @@ def rank_context():
     return context
 
 
+def start_ranks(worker: Callable, num_ranks: int, *args: Any) -> list:
+    """Start `worker(rank, *args)` on each of as many new processes, and return these."""
+    context = rank_context()
+    processes = [context.Process(target=worker, args=(n, *args)) for n in range(num_ranks)]
+    for process in processes:
+        process.start()
+    return processes
+
+
 def run_ranks(worker, arguments: tuple, num_ranks: int) -> None:
     """Run `worker(rank, *arguments)` on all ranks; if one fails, this fails with its error."""
     rank_context()

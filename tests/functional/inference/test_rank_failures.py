@@ -17,7 +17,7 @@ import torch.distributed as dist
 from commands import free_port
 from matrix import asked, matrix_rows
 from rank_faults import frozen, killed, raising, stuck
-from rank_processes import join_ranks, on_ranks, rank_context
+from rank_processes import join_ranks, on_ranks, start_ranks
 from reference import greedy, is_greedy, random_tokens, tiny_model
 from split_models import load
 from waiting import LIMIT_S, wait_until
@@ -489,18 +489,8 @@ def run_to_the_end(rank, folder, name):
 @pytest.fixture(scope="module")
 def ended(request, folder):
     """By name: exit codes and what the ranks wrote to stderr; all have ended."""
-    context = rank_context()
-    jobs = {
-        name: [
-            context.Process(target=run_to_the_end, args=(rank, str(folder), name))
-            for rank in range(RANKS)
-        ]
-        for name in asked(request, "name", ENDS)
-    }
-    found = {}
-    for processes in jobs.values():
-        for process in processes:
-            process.start()
+    names, found = asked(request, "name", ENDS), {}
+    jobs = {name: start_ranks(run_to_the_end, RANKS, str(folder), name) for name in names}
     for name, processes in jobs.items():
         failing_rank, _, stays, _ = ENDS[name]
         other = processes[1 - failing_rank]
@@ -574,12 +564,7 @@ def fail_early(rank, folder, port, name):
 
 @pytest.mark.parametrize("name", matrix_rows(EARLY, "when it has joined"))
 def test_a_rank_that_fails_before_the_engine_ends_the_job(folder, name):
-    arguments, context = (str(folder), free_port(), name), rank_context()
-    processes = [
-        context.Process(target=fail_early, args=(rank, *arguments)) for rank in range(RANKS)
-    ]
-    for process in processes:
-        process.start()
+    processes = start_ranks(fail_early, RANKS, str(folder), free_port(), name)
     for process in processes:
         process.join(LIMIT_S)
     codes = [process.exitcode for process in processes]
