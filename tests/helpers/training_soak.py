@@ -17,6 +17,7 @@ import psutil
 import yaml
 from commands import Launched
 from small_recipes import SIZES, small_recipe, write_small_text
+from waiting import is_running
 
 from megatron_hybrid.training.reports import LOG, read_log
 
@@ -56,13 +57,6 @@ def has_come_to(run: Path, step: int) -> bool:
     return losses(run)[-1:] >= [(step,)]
 
 
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def kill(command: Launched, kind: str, rng: random.Random) -> tuple[float, list[str]]:
     """Returns seconds until all processes were gone, and the commands of those that were not."""
     launcher = psutil.Process(command.pid)
@@ -74,7 +68,7 @@ def kill(command: Launched, kind: str, rng: random.Random) -> tuple[float, list[
         process.send_signal(signal.SIGKILL)
     while alive and time.monotonic() - began < LIMIT_S:
         command.poll()
-        alive = [process for process in alive if is_alive(process)]
+        alive = [process for process in alive if is_running(process.pid)]
         time.sleep(0.01)
     left = [" ".join(process.cmdline()) for process in alive]
     for process in alive:

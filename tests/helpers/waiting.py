@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable
 
+import psutil
+
 LIMIT_S = 300.0
 """Far more than a busy machine takes."""
 
@@ -13,3 +15,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and has not ended yet."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from rank_processes import join_ranks, rank_context
 from stock_megatron import core_groups
-from waiting import LIMIT_S, wait_until
+from waiting import LIMIT_S, is_running, wait_until
 
 from megatron_hybrid.training import checkpoints as module
 from megatron_hybrid.training.checkpoints import Checkpoints, load, why_torn
@@ -206,13 +206,6 @@ def save_and_be_killed(folder, rendezvous, asynchronous):
         save_until(folder, 3, kill_itself, asynchronous)
 
 
-def runs(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_kill_leaves_a_whole_one_and_no_process(folder, tmp_path, asynchronous):
     arguments = (folder, str(tmp_path / "rendezvous"), asynchronous)
@@ -222,7 +215,7 @@ def test_a_kill_leaves_a_whole_one_and_no_process(folder, tmp_path, asynchronous
     assert process.exitcode == -signal.SIGKILL
     left = json.loads((tmp_path / "processes").read_text())
     assert len(left) >= asynchronous
-    wait_until(lambda: not any(map(runs, left)))
+    wait_until(lambda: not any(map(is_running, left)))
     check_after_death(folder)
 
 

@@ -6,11 +6,10 @@ import sys
 import tarfile
 import textwrap
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from waiting import wait_until
+from waiting import is_running, wait_until
 
 from benchmarks.gpu import first_run
 from benchmarks.gpu.first_run import BUDGETS, MARK, POISONED, Part, Report, Runner, phases
@@ -91,11 +90,6 @@ def test_a_part_that_dies_or_hangs_costs_only_itself(report, script, tmp_path):
     assert ends["works"] == "well" and ends["hangs"] == "over its limit"
     child = int((tmp_path / "child").read_text())
     wait_until(lambda: not is_running(child))  # what it started has ended, too
-
-
-def is_running(pid):
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().split()[2] not in "ZX"
 
 
 def test_checks_go_on_behind_one_that_the_device_did_not_survive(report, script):

@@ -9,16 +9,17 @@ import re
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow
 import pytest
 from matrix import matrix_rows
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 from pyarrow import parquet
 from rank_processes import rank_context
+from waiting import is_running, wait_until
 
 from megatron_hybrid import cli
 from megatron_hybrid.serving.protocols.fields import ChatFields
@@ -371,8 +372,7 @@ def test_what_does_not_fit_is_refused(folder, tmp_path, is_bare, output, options
         preprocess([path], folder, tmp_path / output, **options)
 
 
-def preprocess_in_a_group(command: list[str]) -> None:
-    os.setsid()
+def preprocess_as_a_command(command: list[str]) -> None:
     multiprocessing.set_start_method(None, force=True)  # as in a process from a shell
     cli.main(command)
 
@@ -382,12 +382,11 @@ def test_what_a_killed_run_left_is_no_dataset_and_gives_way(folder, tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"text": text * 40} for text in texts(2000)])
     command = ["preprocess", str(path), "--tokenizer", str(folder), "--output"]
     command += [str(tmp_path / "data"), "--workers", "1"]
-    process = rank_context().Process(target=preprocess_in_a_group, args=(command,))
+    process = rank_context().Process(target=preprocess_as_a_command, args=(command,))
     process.start()
     part = tmp_path / "data.partial" / ".bin"
-    deadline = time.monotonic() + 120
-    while not (part.exists() and part.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: part.exists() and part.stat().st_size)
+    workers = [each.pid for each in psutil.Process(process.pid).children(recursive=True)]
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert process.exitcode == -signal.SIGKILL
@@ -396,15 +395,8 @@ def test_what_a_killed_run_left_is_no_dataset_and_gives_way(folder, tmp_path):
         build_datasets(
             DataFields(8, train=[str(tmp_path / "data")]), Tokenizer.from_folder(folder), (1, 0, 0)
         )
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(process.pid, 0)
-        except ProcessLookupError:
-            break
-        time.sleep(0.02)
-    else:
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail("the workers outlive the run")
+    assert workers
+    wait_until(lambda: not any(map(is_running, workers)))
     small = write_lines(tmp_path / "b.jsonl", [{"text": "one"}])
     preprocess([small], folder, tmp_path / "data")
     assert stored(tmp_path / "data") == expected(folder, ["one"])
