@@ -4,7 +4,7 @@ keys and values that are shared; the attention that latents are an economy of.""
 import pytest
 import torch
 from small_models import random_tokens, small_config, small_model
-from test_mixer_context import DictContext, run
+from test_mixer_context import check_pieces
 
 from megatron_hybrid.models.mixers.mixer_context import UncachedContext
 from megatron_hybrid.ops.ragged import RaggedLayout
@@ -64,16 +64,7 @@ def test_pieces_equal_the_whole(name):
     model = small_model(pattern, kv_channels=16, attention_chunk_size=CHUNK, **fields)
     for parameter in model.decoder.parameters():
         parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    tokens = random_tokens(2, LENGTH)
-    whole = model(tokens)
-    check_pieces(model, tokens, whole)
-
-
-def check_pieces(model, tokens, whole):
-    context = DictContext(model.cache_requirements(), 2)
-    for cuts in ({0: (0, 13), 1: (0, 5)}, {1: (5, 6), 0: (13, 30)}, {0: (30, 37), 1: (6, 37)}):
-        for (r, (start, end)), logits in zip(cuts.items(), run(model, context, tokens, cuts)):
-            torch.testing.assert_close(logits, whole[r, start:end], atol=1e-5, rtol=1e-5)
+    check_pieces(model)
 
 
 @torch.inference_mode()
@@ -92,10 +83,9 @@ def test_a_sink_of_nought_is_one_that_learned_nothing():
 def test_shared_keys_and_values_from_a_cache():
     overrides = {"3": {"kv_source_layer": 1}, "5": {"kv_source_layer": 2}}
     model = small_model("W*W-*", layer_overrides=overrides)
-    tokens = random_tokens(2, LENGTH)
     kept = [layer.kv for layer in model.cache_requirements()]
     assert [kv is None for kv in kept] == [False, False, True, True, True]
-    check_pieces(model, tokens, model(tokens))
+    check_pieces(model)
 
 
 @pytest.mark.parametrize(

@@ -1,94 +1,33 @@
 """Every mixer, run piece by piece through a context, gives what one uncached forward gives; what
 mixers declare of states, such as the decay of a token, and Mamba mixers as they begin."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from differential import TOLERANCE, LogitsRecorder
+from reference import finish, full_logits, greedy, tiny_engine
 from small_models import ALL_MIXERS, random_tokens, small_model
 
+from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.models.mixers.base import LayerCache
-from megatron_hybrid.ops import RaggedLayout, SlotStates, paged_attention
-
-BLOCK = 4
-CONTEXT_BLOCKS = 16
+from megatron_hybrid.ops import RaggedLayout, SlotStates
 
 
-class DictContext:
-    """The plainest context: states in a dict per sequence, one run of KV blocks per sequence."""
-
-    same_tokens_on_expert_ranks = True
-
-    def __init__(self, requirements: list[LayerCache], num_sequences: int):
-        self.pools = {
-            (layer, state.name): torch.zeros(num_sequences, *state.shape, dtype=state.dtype)
-            for layer, cache in enumerate(requirements, 1)
-            for state in cache.states
-        }
-        self.pages = {
-            layer: [
-                torch.zeros(num_sequences * CONTEXT_BLOCKS, BLOCK, cache.kv.num_heads, width)
-                for width in (cache.kv.head_dim, cache.kv.value_dim)
-            ]
-            for layer, cache in enumerate(requirements, 1)
-            if cache.kv
-        }
-        self.captured = {}
-
-    def begin(self, sequences, lengths, starts, captures=(), padding=0):
-        self.sequences = torch.tensor(sequences)
-        self.layout = RaggedLayout(tuple(lengths), tuple(starts), tuple(captures), padding)
-
-    def ragged_layout(self):
-        return self.layout
-
-    def token_positions(self):
-        return self.layout.token_positions("cpu")
-
-    def states(self, layer_number, name):
-        pool = self.pools[layer_number, name]
-        captured = None
-        if count := len(self.layout.captures):
-            captured = self.captured[layer_number, name] = pool.new_empty(count, *pool.shape[1:])
-        return SlotStates(pool, self.sequences, captured)
-
-    def attend(self, layer_number, q, k, v, pattern, sinks=None):
-        if k is not None:
-            self.keep(layer_number, k, v)
-        return paged_attention(q, *self.key_value_cache(layer_number), self.layout, pattern, sinks)
-
-    def attend_latents(self, layer_number, q, latents, heads, pattern):
-        self.keep(layer_number, latents[:, None])
-        pages, _, table = self.key_value_cache(layer_number)
-        values = pages[..., : heads.rank]
-        o = paged_attention(heads.absorb(q), pages, values, table, self.layout, pattern)
-        return heads.values(o)
-
-    def keep(self, layer_number, *new):
-        rows = self.layout.num_tokens
-        owners = self.sequences[self.layout.sequence_ids("cpu")]
-        positions = self.token_positions()[:rows]
-        blocks = owners * CONTEXT_BLOCKS + positions // BLOCK
-        for page, rows_TKD in zip(self.pages[layer_number], new):
-            page[blocks, positions % BLOCK] = rows_TKD[:rows]
-
-    def key_value_cache(self, layer_number):
-        keys, values = self.pages[layer_number]
-        table = self.sequences[:, None] * CONTEXT_BLOCKS + torch.arange(CONTEXT_BLOCKS)
-        return keys, values, table
-
-    def last_token_logits(self, hidden):
-        assert hidden.shape[:2] == (1, self.layout.num_rows)
-        return hidden[0, : self.layout.num_tokens]
-
-
-def run(model, context, tokens, cuts, padding=0, captures=()):
-    """Logits of the tokens [cut of start, cut of end) of each sequence, side by side."""
-    lengths = [end - start for start, end in cuts.values()]
-    context.begin(list(cuts), lengths, [start for start, _ in cuts.values()], captures, padding)
-    pieces = [tokens[r, start:end] for r, (start, end) in cuts.items()]
-    rows = torch.cat([*pieces, torch.zeros(padding, dtype=torch.long)])
-    logits = model(rows[None], inference_context=context)
-    assert logits.shape == (1, sum(lengths), model.config.vocab_size)
-    return logits[0].split(lengths)
+def check_pieces(model, tolerance=TOLERANCE):
+    """Prompts in parts and decodes beside each other, and one that goes on from a state inside of
+    the first: all logits are those of one forward pass. Returns the largest difference."""
+    engine = tiny_engine(model, max_tokens=13)
+    recorder = LogitsRecorder(engine)
+    prompts = [random_tokens(length).tolist() for length in (30, 20, 1)]
+    for prompt in prompts:
+        options = RequestOptions(cache_breakpoints=[11] if len(prompt) > 11 else [])
+        engine.add_request(prompt, greedy(3, return_log_probs=True), options)
+    finish(engine)
+    later = engine.add_request(prompts[0][:11] + prompts[1], greedy(1))
+    finish(engine)
+    assert later.prefix.skipped_tokens == 11
+    return recorder.check(model, tolerance)
 
 
 GEMMA = {"per_layer_input_size": 10, "layer_scalar": True, "num_moe_experts": 5}
@@ -100,44 +39,18 @@ GEMMA |= {"moe_router_topk": 2, "moe_ffn_hidden_size": 12, "num_residual_streams
 )
 @torch.inference_mode()
 def test_pieces_equal_the_whole(pattern, fields):
-    model = small_model(pattern, **fields)
-    tokens = random_tokens(3, 40)
-    whole = model(tokens)
-    context = DictContext(model.cache_requirements(), 3)
-    steps = [
-        {0: (0, 13), 1: (0, 1)},
-        {1: (1, 2), 0: (13, 14), 2: (0, 29)},
-        {0: (14, 40), 2: (29, 31)},  # no decode in front
-        {1: (2, 9), 2: (31, 32)},  # a decode behind a prefill
-        {1: (9, 40), 2: (32, 40)},
-    ]
-    for padding, cuts in enumerate(steps):
-        logits = run(model, context, tokens, cuts, padding)
-        for (r, (start, end)), row in zip(cuts.items(), logits):
-            torch.testing.assert_close(row, whole[r, start:end], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("pattern", ["M", "G", "S", "C", "K", "MG"])
-@torch.inference_mode()
-def test_captured_states_are_those_after_that_token(pattern):
-    model = small_model(pattern)
-    tokens = random_tokens(2, 30)
-    once = DictContext(model.cache_requirements(), 2)
-    run(model, once, tokens, {0: (0, 30), 1: (0, 20)}, captures=(11, 35))
-    cut = DictContext(model.cache_requirements(), 2)
-    run(model, cut, tokens, {0: (0, 11), 1: (0, 5)})
-    for key, captured in once.captured.items():
-        torch.testing.assert_close(captured, cut.pools[key], atol=1e-5, rtol=1e-5)
+    check_pieces(small_model(pattern, **fields))
 
 
 def test_inference_is_the_context_alone():
     """Training mode changes nothing: what selects inference is the context."""
-    model = small_model().train()
-    tokens = random_tokens(1, 12)
+    model, prompt = small_model(), random_tokens(12).tolist()
+    engine = tiny_engine(model)
+    engine.add_request(prompt, greedy(1))
     with torch.no_grad():
-        context = DictContext(model.cache_requirements(), 1)
-        (logits,) = run(model, context, tokens, {0: (0, 12)})
-        torch.testing.assert_close(logits, model(tokens)[0], atol=1e-5, rtol=1e-5)
+        model.train()
+        logits = engine.runner.forward(engine.scheduler.schedule())
+        torch.testing.assert_close(logits[0], full_logits(model, prompt)[-1], atol=1e-5, rtol=1e-5)
 
 
 def test_cache_requirements():
@@ -167,12 +80,8 @@ def test_cache_requirements():
 @torch.inference_mode()
 def test_bf16_states_are_taken_and_given(pattern):
     model = small_model(pattern, recurrent_state_dtype=torch.bfloat16)
-    tokens = random_tokens(1, 24)
-    context = DictContext(model.cache_requirements(), 1)
-    pieces = [run(model, context, tokens, {0: cut})[0] for cut in ((0, 10), (10, 24))]
-    whole = model(tokens)[0]
-    error = (torch.cat(pieces) - whole).abs().max()
-    assert 0 < error < 0.05 * whole.abs().max()
+    largest = model(random_tokens(1, 24)).abs().max().item()
+    assert check_pieces(model, 0.05 * largest) > 0
 
 
 @pytest.mark.parametrize("pattern", ["M", "S", "G", "K"])
@@ -182,14 +91,19 @@ def test_an_empty_token_leaves_of_a_state_what_is_declared(pattern):
     model = small_model(pattern)
     (cache,) = model.cache_requirements()
     tail, state = cache.states
-    context = DictContext([cache], 2)
-    context.pools[1, state.name].fill_(1.0)
-    context.begin([0, 1], [1, 1], [5, 5])
+    layout, slots, after = (
+        RaggedLayout((1, 1), (5, 5)),
+        torch.arange(2),
+        torch.ones(2, *state.shape),
+    )
+    pools = {tail.name: torch.zeros(2, *tail.shape), state.name: after}
+    context = SimpleNamespace(
+        ragged_layout=lambda: layout, states=lambda _, name: SlotStates(pools[name], slots, None)
+    )
     mixer = getattr(model.decoder.layers[0], model.decoder.layers[0].mixer_name)
     if mixer.conv1d.bias is not None:
         mixer.conv1d.bias.zero_()
     mixer(torch.zeros(2, model.config.hidden_size), context)
-    after = context.pools[1, state.name]
     assert after.min() > 0 and after.max() < 1 and after.std() > 0.01
     torch.testing.assert_close(after, state.decay.expand(2, *state.shape))
     assert not state.decay.requires_grad
