@@ -57,13 +57,9 @@ OTHER_SIZES: dict[str, tuple[str, dict[str, int]]] = {
 """Checkpoint -> a smaller one of its architecture, and where its layers differ."""
 
 ODD = {
-    "layer_pattern": "MGKS*WL+C",
-    "hidden_size": 48,
     "vocab_size": 128,
     "num_attention_heads": 6,
-    "num_query_groups": 2,
     "kv_channels": 20,
-    "sliding_window": 7,
     "attention_chunk_size": 30,
     "softmax_type": "learnable",
     "attention_logit_softcap": 30.0,
@@ -75,15 +71,9 @@ ODD = {
     "mamba1_state_dim": 5,
     "linear_key_head_dim": 24,
     "linear_value_head_dim": 20,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 28,
-    "qk_head_dim": 10,
-    "qk_pos_emb_head_dim": 6,
-    "v_head_dim": 14,
+    "linear_chunk_size": 32,
 }
-"""Sizes that are no powers of two, none of which a stride of 16 bytes follows from."""
+"""With those of `small_config`: no powers of two, and no stride of 16 bytes follows from any."""
 
 NARROW = {
     "hidden_size": 64,
@@ -238,11 +228,14 @@ def all_models() -> list[str]:
 def cut_config(name: str, dtype: str) -> HybridConfig:
     """The configuration of a checkpoint, with the first layers up to one of each kind that
     launches kernels, and narrow between them."""
+    import torch
+    from small_models import small_config
+
     from megatron_hybrid import HybridConfig
     from megatron_hybrid.checkpoints.folder import config_of
 
     if name == "odd":
-        return HybridConfig.from_dict(ODD | {"params_dtype": dtype})
+        return small_config("MGKS*WL+C", params_dtype=getattr(torch, dtype), **ODD)
     base, changes = OTHER_SIZES.get(name, (name, {}))
     values = json.loads((CONFIGS / f"{base}.json").read_text(encoding="utf-8"))
     whole = config_of(values, base)
