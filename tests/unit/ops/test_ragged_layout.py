@@ -1,4 +1,4 @@
-"""RaggedLayout: what it derives, what it refuses; the chunk grid and the time order it makes."""
+"""RaggedLayout: what it derives, what it refuses; the chunk grid it makes."""
 
 import pickle
 
@@ -9,7 +9,6 @@ from recurrences import chunk_sizes, layouts
 
 from megatron_hybrid.ops import RaggedLayout
 from megatron_hybrid.ops.chunk_grid import ChunkGrid
-from megatron_hybrid.ops.selective_scan.reference import TimeOrder
 
 
 def test_derived_numbers():
@@ -73,23 +72,3 @@ def test_every_token_sits_in_the_chunk_row_of_its_absolute_position(layout, chun
         inside = chunk_positions > 0
         assert len(set(chunk_owners[inside].tolist())) == 1
         assert len({(p - 1) // chunk_size for p in chunk_positions[inside].tolist()}) == 1
-
-
-@settings(max_examples=60, deadline=None)
-@given(layout=layouts())
-def test_time_order_takes_one_token_of_each_living_sequence_per_row(layout):
-    first = layout.num_steps
-    if first == layout.num_sequences:
-        return
-    order = TimeOrder.of(layout, "cpu")
-    assert order is TimeOrder.of(layout, torch.device("cpu"))
-    positions, owners = layout.token_positions("cpu"), layout.sequence_ids("cpu")
-    tokens = order.tokens.apply(torch.arange(first, layout.num_tokens))
-    sequences = order.sequences.apply(torch.arange(first, layout.num_sequences))
-    for j, row in enumerate(tokens.split(order.row_sizes)):
-        assert torch.equal(owners[row], sequences[: len(row)])
-        starts = [layout.start_positions[r] for r in owners[row]]
-        assert (positions[row] - torch.tensor(starts) == j).all()
-    captured = order.captures.invert(tokens[order.captured])
-    assert order.captured == sorted(order.captured)
-    assert captured.tolist() == [count - 1 for count in layout.captures if count > first]
