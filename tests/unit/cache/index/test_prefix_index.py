@@ -1,10 +1,7 @@
 """PrefixIndex: what is found, what an edge holds after splits and joins, what stays known."""
 
-from itertools import product
-
 import numpy as np
 import pytest
-from matrix import matrix_rows
 
 from megatron_hybrid.cache.index import prefix_index
 from megatron_hybrid.cache.index.prefix_index import MAX_WATCHED, PrefixIndex
@@ -356,99 +353,6 @@ def test_depth_of_the_tree_costs_no_recursion():
     assert not tree.pool.cached_counts.any()
     tree.index.forget(0)
     assert tree.index.num_tokens == 0
-
-
-@pytest.mark.parametrize(
-    ("columns", "seed"), matrix_rows(product(range(3), range(3)), (0, 2), (1, 0), (2, 1))
-)
-def test_random_operations_against_sets_of_prefixes(columns, seed):
-    """What is held, known and stored, each as a plain set of prefixes; and what every row of every
-    page stands for."""
-    random = np.random.default_rng([columns, seed])
-    tree = Tree(num_pages=3000, pages_per_block=columns)
-    index, rows = tree.index, {}  # rows: (page, row) -> the prefix that ends there
-    held, known, stored = set(), set(), set()
-    prompts, seen = [()], []  # seen: (tokens, a path that was found for them some time ago)
-
-    def prefixes(tokens, start=0):
-        return {tokens[:n] for n in range(start + 1, len(tokens) + 1)}
-
-    def pick(items):
-        items = list(items)
-        return items[random.integers(len(items))] if items else None
-
-    for _ in range(160):
-        operation = random.integers(8)
-        if operation < 3:
-            base = pick(prompts)
-            new = tuple(random.integers(0, 2, random.integers(1, 30)).tolist())
-            tokens = (base[: random.integers(len(base) + 1)] + new)[:60]
-            blocks = -(-len(tokens) // B)
-            pages = tree.pool.allocate(blocks * columns).reshape(blocks, columns)
-            for n in range(1, len(tokens) + 1):
-                for page in pages[(n - 1) // B]:
-                    rows[page, (n - 1) % B] = tokens[:n]
-            index.insert("", np.array(tokens, np.int32), pages)
-            tree.pool.release(pages)
-            held |= prefixes(tokens)
-            known |= prefixes(tokens)
-            prompts.append(tokens)
-        elif operation == 3 and columns:
-            edge = pick(e for e in index.edges() if e.is_held_leaf())
-            if edge is not None:
-                _, tokens = tokens_to(edge)
-                new_end = int(random.integers(edge.start - 3, edge.held_end))
-                index.drop_kv(edge, new_end)
-                gone = prefixes(tokens, max(new_end, edge.start))
-                held -= gone
-                stored -= gone
-        elif operation == 4 and held:
-            tokens = pick(sorted(held - stored))
-            if tokens is not None:
-                tree.save(tokens)
-                stored.add(tokens)
-        elif operation == 5:
-            point = pick(c for c in index.checkpoints() if c.pages is not None)
-            if point is not None:
-                stored.remove(tokens_to(point.edge)[1][: point.position])
-                index.drop_checkpoint(point)
-        elif operation == 6:
-            tree.touch(pick(prompts))
-        elif operation == 7:
-            limit = index.num_tokens - int(random.integers(20))
-            index.forget(limit)
-            left = {prefix for edge in index.edges() for _, prefix in prefixes_on(edge)}
-            if columns:
-                assert held <= left <= known
-                assert len(left) <= limit or left == held
-            else:
-                needed = {tokens[:n] for tokens in stored for n in range(1, len(tokens) + 1)}
-                assert needed <= left <= known
-                assert len(left) <= limit or left == needed
-                held = left
-            known = left
-        tree.check()
-        assert (index.num_tokens, index.num_held_tokens) == (len(known), len(held))
-        for tokens in [pick(prompts) for _ in range(5)]:
-            path = tree.walk(tokens)
-            seen.append((tokens, path))
-            assert path.known == len(prefixes(tokens) & known)
-            assert path.depth == len(prefixes(tokens) & held)
-            deepest = path.deepest_checkpoint()
-            reachable = prefixes(tokens[: path.depth]) & stored
-            assert (deepest.position if deepest else 0) == max(map(len, reachable), default=0)
-            if path.depth:
-                table = path.pages(-(-path.depth // B))
-                for n in range(1, path.depth + 1):
-                    for page in table[(n - 1) // B]:
-                        assert rows[page, (n - 1) % B] == tokens[:n]
-        for tokens, path in [pick(seen) for _ in range(20)]:
-            longer = [other for other in prompts if other[: len(tokens)] == tokens]
-            asked = pick([tokens[: random.integers(len(tokens) + 1)], *longer])
-            plain, found = tree.walk(asked), index.walk("", np.array(asked, np.int32), path)
-            assert found.edges == plain.edges
-            assert (found.depth, found.known) == (plain.depth, plain.known)
-    assert held and known and prompts
 
 
 @pytest.mark.parametrize("end", [10, 16, 40])

@@ -55,37 +55,6 @@ def test_check_integrity_finds(break_it, message):
         pool.check_integrity()
 
 
-def test_random_operations_against_counting():
-    random = np.random.default_rng(0)
-    pool = PageAllocator(30)
-    refs, cached = [0] * 30, [0] * 30
-    for _ in range(2000):
-        held = [p for p in range(30) if refs[p] or cached[p]]
-        pick = random.permutation(held)[: random.integers(1, 6)].astype(np.int32)
-        operation = random.integers(5)
-        if operation == 0:
-            pages = pool.allocate(int(random.integers(6)))
-            for page in [] if pages is None else pages:
-                assert not refs[page]
-                assert not cached[page]
-                refs[page] = 1
-        elif operation in (1, 2):
-            counts = (refs, cached)[operation - 1]
-            (pool.retain, pool.cache)[operation - 1](pick)
-            for page in pick:
-                counts[page] += 1
-        else:
-            counts = (refs, cached)[operation - 3]
-            pick = pick[[counts[page] > 0 for page in pick]] if pick.size else pick
-            (pool.release, pool.uncache)[operation - 3](pick)
-            for page in pick:
-                counts[page] -= 1
-        assert pool.ref_counts.tolist() == refs
-        assert pool.cached_counts.tolist() == cached
-        assert pool.num_free == sum(not a and not b for a, b in zip(refs, cached)) - 1
-        pool.check_integrity()
-
-
 def test_a_page_that_more_requests_hold_than_can_be_counted_is_refused():
     pool = PageAllocator(3)
     pages = pool.allocate(2)
