@@ -2,11 +2,12 @@
 
 import math
 import os
+import re
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,11 @@ from megatron_hybrid.checkpoints.pretrained import model_folder
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.compat import quiet_core
 from megatron_hybrid.distributed.ranks import fail_together
-from megatron_hybrid.models.config.hybrid_config import HybridConfig, decode_fields
+from megatron_hybrid.models.config.hybrid_config import (
+    SAVED_FIELDS,
+    HybridConfig,
+    decode_fields,
+)
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.one_rank_draw import draw_as_one_rank
 from megatron_hybrid.models.packed_weight import require_unpacked
@@ -74,6 +79,22 @@ _LOSS_FIELDS = (
     "mtp_loss_scaling_factor",
 )
 """Fields of the model that change no forward pass, but what is trained."""
+_SECTIONS_OF_RESULTS = ("data", "run", "optimizer", "lora", "dpo", "grpo")
+_FREE_FIELDS = {
+    *("data.workers", "data.cache_path", "grpo.cache_bytes"),
+    *("run.stop_at_step", "run.micro_batch_size", "run.eval_every_steps"),
+    *("run.max_skipped_steps", "run.overlap_gradients"),
+    *("optimizer.learning_rate", "optimizer.min_learning_rate", "optimizer.warmup_steps"),
+    *("optimizer.decay", "optimizer.decay_steps"),
+    *("optimizer.weight_decay", "optimizer.end_weight_decay"),
+}
+"""Fields that may be others when a run goes on: those that change no result but by rounding, and
+the rates from there on."""
+_FREE_OF_MODEL = re.compile(
+    "parallel|pipeline|recompute|overlap|offload|fus(ed|ion)|cuda_graph|comm|dispatcher|gemm"
+    "|backend|init|layer_spec"
+)
+"""The same, of fields of the model: how it is laid out and computed."""
 _SHIPPED = (CrossEntropy, DpoLoss, GrpoLoss)
 
 
@@ -505,26 +526,23 @@ class Trainer:
         }
 
     def _kept_fields(self) -> dict[str, Any]:
-        """Name what makes another run of it, other than `HybridConfig.differences`: what the order
-        of the data depends on, losses, and kinds of states."""
-        recipe, run, config = self.recipe, self.recipe.run, self.model.config
-        data, optimizer, lora = asdict(recipe.data), recipe.optimizer, recipe.lora
-        del data["workers"], data["cache_path"]
-        return {
-            **{f"data.{name}": value for name, value in data.items()},
+        """Name what makes another run of it, other than `HybridConfig.differences`: all fields that
+        results depend on, what the data hold, and the loss."""
+        fields, config = self.recipe.to_dict(), self.model.config
+        kept = {
+            f"{section}.{name}": value
+            for section in _SECTIONS_OF_RESULTS
+            for name, value in (fields[section] or {}).items()
+        }
+        own = {*_LOSS_FIELDS, *fields["model"]} - {"pretrained", *SAVED_FIELDS} | {"params_dtype"}
+        own = {name for name in own if not _FREE_OF_MODEL.search(name)}
+        kept |= {f"model.{name}": str(getattr(config, name)) for name in own}
+        is_own = type(self.loss) not in _SHIPPED and is_dataclass(self.loss)
+        return {name: value for name, value in kept.items() if name not in _FREE_FIELDS} | {
             "the contents of the data": contents_of(self.train_data),
-            "run.steps": run.steps,
-            "run.global_batch_size": run.global_batch_size,
-            **{f"model.{name}": str(getattr(config, name)) for name in _LOSS_FIELDS},
+            "the contents of data.valid": contents_of(self.eval_data) if self.eval_data else None,
+            "the loss": repr(self.loss) if is_own else type(self.loss).__qualname__,
             "the weights of model.pretrained": self._base_weights,
-            "lora.alpha": lora and lora.alpha,
-            "lora.rslora": lora and lora.rslora,
-            "dpo": recipe.dpo and asdict(recipe.dpo),
-            "grpo": recipe.grpo and {**asdict(recipe.grpo), "cache_bytes": None},
-            "optimizer.name": optimizer.name,
-            "optimizer.distributed": optimizer.distributed,
-            "lora.rank": lora and lora.rank,
-            "lora.targets": lora and list(lora.targets),
         }
 
     @cached_property
@@ -564,7 +582,8 @@ class Trainer:
         names = saved.differences(config)
         found = [(f"model.{name}", getattr(saved, name), getattr(config, name)) for name in names]
         before, now = common["kept"], self._kept_fields()
-        found += [(n, before[n], now[n]) for n in now if before.get(n, now[n]) != now[n]]
+        both = [(name, before.get(name), now.get(name)) for name in {**now, **before}]
+        found += [each for each in both if each[1] != each[2]]
         if found:
             # An equal field, such as layer_overrides, follows one that differs.
             found = [each for each in found if each[1] != each[2]] or found

@@ -149,13 +149,20 @@ def test_micro_batches_add_up_to_a_large_batch(text, tmp_path):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("other", [[300], [300, 302]])
-def test_a_run_does_not_go_on_with_other_documents(tmp_path, tokenizer, other):
-    path = write_documents(tmp_path / "text", [[300, 301, tokenizer.eod]] * 40, tokenizer)
-    train(recipe_of(path, run={"steps": 1}), tmp_path / "run")
-    write_documents(tmp_path / "text", [[*other, tokenizer.eod]] * 40, tokenizer)
-    with pytest.raises(CheckpointError, match="was saved with the contents of the data="):
-        build(recipe_of(path, run={"steps": 1}), tmp_path / "run")
+@pytest.mark.parametrize(
+    ("name", "told", "other"),
+    [("text", "the data", [300]), ("text", "the data", [300, 302]), ("held", "data.valid", [302])],
+)
+def test_a_run_does_not_go_on_with_other_documents(tmp_path, tokenizer, name, told, other):
+    rows = [[300, 301, tokenizer.eod]] * 40
+    path, held = (write_documents(tmp_path / each, rows, tokenizer) for each in ("text", "held"))
+    run = {"steps": 1, "eval_every_steps": 1, "eval_batches": 1}
+    data = {"sequence_length": LENGTH, "train": [path], "valid": [held]}
+    recipe = small_recipe(model=MODEL, data=data, run=run)
+    train(recipe, tmp_path / "run")
+    write_documents(tmp_path / name, [[*other, tokenizer.eod]] * 40, tokenizer)
+    with pytest.raises(CheckpointError, match=f"was saved with the contents of {told}="):
+        build(recipe, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -167,9 +174,13 @@ def test_a_run_does_not_go_on_with_other_documents(tmp_path, tokenizer, other):
         ({"model": {"layernorm_epsilon": 1e-4}}, "model.layernorm_epsilon=1e-05, .* has 0.0001"),
         ({"run": {"global_batch_size": 1, "steps": 4}}, "run.steps=1, .* has 4: .*n.global_batch_"),
         ({"run": {"global_batch_size": 8, "steps": 1}}, "run.global_batch_size=4, .* has 8"),
+        ({"model": {"hidden_dropout": 0.1}}, "model.hidden_dropout=None, .* has '0.1'"),
+        ({"optimizer": {"beta2": 0.5}}, "optimizer.beta2=0.95, .* has 0.5"),
+        ({"optimizer": {"clip_gradient": 0.1}}, "optimizer.clip_gradient=1.0, .* has 0.1"),
+        ({"run": {"seed": 7, "steps": 1}}, "run.seed=1234, .* has 7"),
     ],
 )
-def test_a_run_does_not_go_on_with_another_loss_or_other_steps(text, tmp_path, change, match):
+def test_a_run_does_not_go_on_with_other_fields_that_change_its_results(text, tmp_path, change, match):
     train(recipe_of(text, run={"steps": 1}), tmp_path)
     with pytest.raises(CheckpointError, match=f"was saved with {match}"):
         build(recipe_of(text, **{"run": {"steps": 1}, **change}), tmp_path)
