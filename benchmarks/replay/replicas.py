@@ -19,7 +19,7 @@ from benchmarks.replay.table import header
 from benchmarks.replay.workloads import WORKLOADS, add_seeds
 from megatron_hybrid.cache.eviction import CacheListener
 from megatron_hybrid.cache.index.tree import Checkpoint
-from megatron_hybrid.cache.pages.lease import Lease
+from megatron_hybrid.cache.lease import Lease
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.tools.replay.ours import Ours
 from megatron_hybrid.tools.replay.protocol import Request

@@ -3,8 +3,8 @@
 import numpy as np
 
 from megatron_hybrid.cache.eviction import Evictor
+from megatron_hybrid.cache.lease import Lease
 from megatron_hybrid.cache.matching import Hit
-from megatron_hybrid.cache.pages.lease import Lease
 from megatron_hybrid.cache.pages.lease_pages import LeasePages, forward_end
 from megatron_hybrid.cache.policy.placement import next_interval
 from megatron_hybrid.cache.report import ADMITTED

@@ -12,8 +12,8 @@ import numpy as np
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind, Path
 from megatron_hybrid.cache.lazy_heap import Key, LazyHeap
+from megatron_hybrid.cache.lease import Lease
 from megatron_hybrid.cache.pages.allocator import NULL_PAGE, PageAllocator, indices
-from megatron_hybrid.cache.pages.lease import Lease
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.policy.protocol import NewState, Policy
 from megatron_hybrid.cache.report import EVICTED_STATE, EVICTED_TAIL, CacheStats

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_hybrid.cache.eviction import Evictor
 from megatron_hybrid.cache.index.tree import Checkpoint, Kind, Path, common_prefix
-from megatron_hybrid.cache.pages.lease import Lease
+from megatron_hybrid.cache.lease import Lease
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 
 PrefixCachingMode = Literal["off", "memory_only", "restore"]

@@ -22,9 +22,9 @@ from megatron_hybrid.cache.eviction import CacheListener, Evictor
 from megatron_hybrid.cache.explain import Explanation, explain
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex, known_limit
 from megatron_hybrid.cache.index.tree import Edge, Kind, unless_opportunistic
+from megatron_hybrid.cache.lease import NO_LOCAL_END, Lease, Reservation
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES, Hit, PrefixLookup
 from megatron_hybrid.cache.pages.allocator import PageAllocator
-from megatron_hybrid.cache.pages.lease import NO_LOCAL_END, Lease, Reservation
 from megatron_hybrid.cache.pages.lease_pages import LeasePages, forward_end
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.policy.hybrid import HybridPolicy

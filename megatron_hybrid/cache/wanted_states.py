@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_hybrid.cache.eviction import Evictor
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind, Origin, unless_opportunistic
-from megatron_hybrid.cache.pages.lease import Lease
+from megatron_hybrid.cache.lease import Lease
 from megatron_hybrid.cache.policy.protocol import Prompt
 
 

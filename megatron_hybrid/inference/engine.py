@@ -20,6 +20,7 @@ from megatron_hybrid.distributed.rank_control import RankControl
 from megatron_hybrid.distributed.ranks import MAKING, ranks_of, replica_of
 from megatron_hybrid.distributed.rendezvous import BEGIN_SECONDS, announce_failure
 from megatron_hybrid.distributed.watchdog import STEP_SECONDS
+from megatron_hybrid.inference.adapter_calls import AdapterCalls
 from megatron_hybrid.inference.cache_calls import CacheCalls, CacheSaved
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine_parts import check_arguments, make_parts
@@ -41,7 +42,6 @@ from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_loop import StepLoop
 from megatron_hybrid.inference.stream import Stream
 from megatron_hybrid.inference.weight_calls import WeightCalls
-from megatron_hybrid.inference.weights.adapter_calls import AdapterCalls
 from megatron_hybrid.inference.weights.updates import Pairs
 from megatron_hybrid.utils.interrupts import defer_sigint
 from megatron_hybrid.utils.other_names import names_arguments

@@ -22,7 +22,7 @@ from megatron_hybrid.inference.rank_checks import (
 from megatron_hybrid.inference.requests.builder import RequestBuilder, TextTokenizer
 from megatron_hybrid.inference.requests.output import OutputProcessor
 from megatron_hybrid.inference.scheduling.scheduler import Scheduler
-from megatron_hybrid.inference.weights.epochs import Epochs
+from megatron_hybrid.inference.weight_epochs import Epochs
 from megatron_hybrid.inference.weights.fingerprint import open_folder
 from megatron_hybrid.inference.worker.adapter_bank import AdapterBank
 from megatron_hybrid.inference.worker.allocation import allocate
@@ -143,7 +143,7 @@ def make_parts(
         runner,
         adapters,
         scheduler,
-        RequestBuilder(config, cache, tokenizer, model.config.vocab_size, adapters),
+        RequestBuilder(config, cache, tokenizer, model.config.vocab_size, adapters.require),
         output,
         Epochs(scheduler, offload, runner, output, config),
         tracer,

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_hybrid.cache.lease import Lease, Reservation
 from megatron_hybrid.cache.pages.allocator import NULL_PAGE
-from megatron_hybrid.cache.pages.lease import Lease, Reservation
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.offload.prefix_keys import RecentKeys
 from megatron_hybrid.offload.tier import RETRY_SECONDS, Record, Tier

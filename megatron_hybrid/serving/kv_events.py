@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_hybrid.cache.eviction import CacheListener
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge
-from megatron_hybrid.cache.pages.lease import Lease
+from megatron_hybrid.cache.lease import Lease
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.offload.prefix_keys import RecentKeys
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge
-from megatron_hybrid.cache.pages.lease import Lease, PageCopy, Reservation
+from megatron_hybrid.cache.lease import Lease, PageCopy, Reservation
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 

@@ -133,6 +133,20 @@ def test_there_is_no_circle(imports):
     assert first_circle(inside) == []
 
 
+def test_there_is_no_circle_of_rooms(imports):
+    """Rooms are the folders inside of wings."""
+    inside, _ = imports
+    rooms = {
+        name: ".".join(path.relative_to(ROOT).parts[:-1][:2])
+        for name, path in modules_of(ROOT).items()
+    }
+    graph: dict[str, set[str]] = {}
+    for module, names in inside.items():
+        graph.setdefault(rooms[module], set()).update(rooms[name] for name in names)
+    graph = {room: others - {room} for room, others in graph.items() if "." in room}
+    assert first_circle(graph) == []
+
+
 def test_the_map_of_the_code_has_this_order():
     page = (ROOT.parent / "docs" / "how" / "code.md").read_text(encoding="utf-8")
     imports = page.partition("## Imports")[2].partition("\n## ")[0]

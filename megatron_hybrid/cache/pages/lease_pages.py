@@ -11,8 +11,8 @@ from operator import mul
 import numpy as np
 
 from megatron_hybrid.cache.eviction import Evictor
+from megatron_hybrid.cache.lease import Lease, PageCopy
 from megatron_hybrid.cache.pages.allocator import NULL_PAGE
-from megatron_hybrid.cache.pages.lease import Lease, PageCopy
 
 
 class LeasePages:

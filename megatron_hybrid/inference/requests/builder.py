@@ -1,6 +1,6 @@
 """RequestBuilder: checks a caller's arguments, all of them before anything changes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -13,7 +13,6 @@ from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.requests.options import LoadedAdapter, RequestOptions
 from megatron_hybrid.inference.requests.request import Request, RequestSpec, ThoughtMeter, bits_of
 from megatron_hybrid.inference.sampling_params import SamplingParams, model_defaults
-from megatron_hybrid.inference.worker.adapter_bank import AdapterBank
 from megatron_hybrid.text.chat_template import check_messages
 from megatron_hybrid.text.guide import Guide, GuideCompiler
 from megatron_hybrid.utils.validation import check_field, check_text, is_int, takes_argument
@@ -55,7 +54,7 @@ class RequestBuilder:
         tokenizer: for text, chats, end tokens and stop strings; None: ids only. Its optional
             `generation_config` holds the defaults of sampling.
         vocab_size: token ids lie in [0, vocab_size).
-        adapters: of the engine.
+        find_adapter: gives the adapter of a name, or raises ValueError; None: there are none.
 
     Raises:
         ValueError: a field of the `generation_config` has an illegal value.
@@ -67,9 +66,9 @@ class RequestBuilder:
         cache: PrefixCache,
         tokenizer: TextTokenizer | None,
         vocab_size: int,
-        adapters: AdapterBank | None = None,
+        find_adapter: Callable[[str], LoadedAdapter] | None = None,
     ) -> None:
-        self.config, self.adapters = config, adapters
+        self.config, self._find_adapter = config, find_adapter
         self.cache = cache
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
@@ -154,7 +153,7 @@ class RequestBuilder:
 
     def adapter_of(self, options: RequestOptions) -> LoadedAdapter | None:
         """The adapter that a request asks for. Raises ValueError if there is none of its name."""
-        return None if options.adapter is None else self.adapters.require(options.adapter)
+        return None if options.adapter is None else self._find_adapter(options.adapter)
 
     def make(self, spec: RequestSpec) -> list[Request]:
         """Make the samples of a checked prompt, of this or of the first rank's builder."""

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_hybrid.cache.pages.lease import Lease
+from megatron_hybrid.cache.lease import Lease
 from megatron_hybrid.cache.report import MissReason, PrefixReport
-from megatron_hybrid.inference.draft_length import DraftLength
+from megatron_hybrid.inference.requests.draft_length import DraftLength
 from megatron_hybrid.inference.requests.options import LoadedAdapter, RequestOptions
 from megatron_hybrid.inference.sampling_params import Draw, SamplingParams, ThinkingBudget
 from megatron_hybrid.text.guide import GuideMatcher, UnsatisfiableError

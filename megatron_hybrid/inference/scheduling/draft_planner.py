@@ -4,8 +4,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.inference.draft_length import TRIAL_STEPS, DraftCosts, break_even, pay_together
 from megatron_hybrid.inference.drafters import Drafts
+from megatron_hybrid.inference.requests.draft_length import (
+    TRIAL_STEPS,
+    DraftCosts,
+    break_even,
+    pay_together,
+)
 from megatron_hybrid.inference.requests.request import Request, RequestStatus
 from megatron_hybrid.inference.scheduling.plan_builder import Chunk, PlanBuilder
 from megatron_hybrid.utils.out_of_memory import optional_decision

@@ -5,7 +5,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from megatron_hybrid.cache.pages.lease import Lease, Reservation
+from megatron_hybrid.cache.lease import Lease, Reservation
 from megatron_hybrid.inference.requests.request import Request
 from megatron_hybrid.inference.sampling_params import Draw
 from megatron_hybrid.inference.scheduling.step_plan import (

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 from megatron_hybrid.cache.index.tree import Kind
-from megatron_hybrid.cache.pages.lease import Lease, Reservation
+from megatron_hybrid.cache.lease import Lease, Reservation
 from megatron_hybrid.cache.policy.placement import most_wanted
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.inference.requests.request import Request, RequestStatus

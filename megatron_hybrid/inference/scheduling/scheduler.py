@@ -15,7 +15,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from megatron_hybrid.cache.pages.lease import Lease
+from megatron_hybrid.cache.lease import Lease
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.inference.drafters import Drafts

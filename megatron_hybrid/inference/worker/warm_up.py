@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from megatron_hybrid.distributed.ranks import Ranks
-from megatron_hybrid.inference.draft_length import DraftCost, DraftCosts, break_even
+from megatron_hybrid.inference.requests.draft_length import DraftCost, DraftCosts, break_even
 from megatron_hybrid.inference.sampling_params import Draw, SamplingParams
 from megatron_hybrid.inference.scheduling.step_plan import Restore, Save, Scored, StepPlan, Work
 from megatron_hybrid.inference.worker.context import DynamicInferenceContext

@@ -11,8 +11,8 @@ from megatron_hybrid.cache.eviction import CacheListener, Evictor, tail_start
 from megatron_hybrid.cache.index import prefix_index
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex
 from megatron_hybrid.cache.index.tree import Kind
+from megatron_hybrid.cache.lease import NO_LOCAL_END
 from megatron_hybrid.cache.pages.allocator import PageAllocator
-from megatron_hybrid.cache.pages.lease import NO_LOCAL_END
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.policy.reuse import ReuseModel
 from megatron_hybrid.cache.prefix_cache import PrefixCache

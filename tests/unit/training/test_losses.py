@@ -212,7 +212,7 @@ def test_a_run_learns_preferences_from_where_it_began(tmp_path, sections):
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert (first["chosen_reward"], first["rejected_reward"]) == pytest.approx((0, 0), abs=1e-6)
     assert last["accuracy"] == 1 and last["margin"] > 0.1 and last["loss"] < first["loss"]
-    with pytest.raises(CheckpointError, match="was saved with dpo.beta=0.2, .* has 0.3"):
+    with pytest.raises(CheckpointError, match=r"was saved with dpo\.beta=0.2, .* has 0.3"):
         train(values, tmp_path / "run", "dpo.beta=0.3")
 
 

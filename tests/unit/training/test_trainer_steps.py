@@ -180,7 +180,7 @@ def test_a_run_does_not_go_on_with_other_documents(tmp_path, tokenizer, name, to
         ({"run": {"seed": 7, "steps": 1}}, "run.seed=1234, .* has 7"),
     ],
 )
-def test_a_run_does_not_go_on_with_other_fields_that_change_its_results(text, tmp_path, change, match):
+def test_a_run_does_not_go_on_with_other_fields_of_its_results(text, tmp_path, change, match):
     train(recipe_of(text, run={"steps": 1}), tmp_path)
     with pytest.raises(CheckpointError, match=f"was saved with {match}"):
         build(recipe_of(text, **{"run": {"steps": 1}, **change}), tmp_path)

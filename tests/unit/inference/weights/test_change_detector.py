@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.parametrize import register_parametrization
 
+from megatron_hybrid.inference import weight_epochs as epochs
 from megatron_hybrid.inference.memory import budget
-from megatron_hybrid.inference.weights import change_detector, epochs
+from megatron_hybrid.inference.weights import change_detector
 from megatron_hybrid.offload.disk_store import CacheFolderError
 from megatron_hybrid.ops.linear import can_reorder
 from megatron_hybrid.training.lora import (

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 
-from megatron_hybrid.inference.draft_length import (
+from megatron_hybrid.inference.drafters import BatchDrafter
+from megatron_hybrid.inference.requests.draft_length import (
     FIRST_ACCEPTANCE,
     TRIAL_STEPS,
     DraftCost,
@@ -16,7 +17,6 @@ from megatron_hybrid.inference.draft_length import (
     break_even,
     pay_together,
 )
-from megatron_hybrid.inference.drafters import BatchDrafter
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.worker import warm_up
 
