@@ -286,8 +286,9 @@ def test_a_folder_has_one_run_at_a_time(text, tmp_path):
     assert not (tmp_path / "run.lock").exists()
 
 
-def test_evaluation_changes_nothing(text, tmp_path):
+def test_evaluation_changes_nothing_and_further_losses_are_in_the_log(text, tmp_path):
     model = {
+        "layer_pattern": "M*E/*E",
         "hidden_dropout": 0.1,
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": 0.1,
@@ -299,9 +300,11 @@ def test_evaluation_changes_nothing(text, tmp_path):
     for every in (0, 1):
         chosen = recipe_of(text, model=model, run={"eval_every_steps": every, "eval_batches": 1})
         runs[every] = train(chosen, tmp_path / str(every))
-    names = ("loss", "gradient_norm", "load_balancing_loss", "z_loss", "tokens")
+    names = ("mtp_loss_1", "loss", "gradient_norm", "load_balancing_loss", "z_loss", "tokens")
     without, beside = (logged(tmp_path / str(every), *names) for every in (0, 1))
     assert without == beside and len(beside) == STEPS
+    # Two thirds of log(vocabulary) is far below what an untrained model has.
+    assert all(ahead > 4 and min(others) > 0 for ahead, *others in beside)
     state, other = (run.model.state_dict() for run in runs.values())
     assert any(name.endswith("expert_bias") and value.any() for name, value in state.items())
     for name, value in state.items():
@@ -413,20 +416,6 @@ def test_adapters_are_trained_alone_saved_and_merged(text, tmp_path, tokenizer):
     load_adapters(alone, tmp_path / "out" / "adapters")
     for name, product in products.items():
         torch.testing.assert_close(alone.get_submodule(f"{name}.lora").product(), product)
-
-
-def test_further_losses_are_in_the_log(text, tmp_path):
-    model = {
-        "layer_pattern": "M*E/*E",
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": 0.1,
-        "moe_z_loss_coeff": 1e-3,
-    }
-    train(recipe_of(text, model=model), tmp_path)
-    found = logged(tmp_path, "mtp_loss_1", "load_balancing_loss", "z_loss")
-    assert len(found) == STEPS
-    # Two thirds of log(vocabulary) is far below what an untrained model has.
-    assert all(ahead > 4 and balance > 0 and z > 0 for ahead, balance, z in found)
 
 
 def test_sequences_are_cut_while_the_length_warms_up(text, tmp_path):
