@@ -240,12 +240,6 @@ def test_granite_of_attention_alone():
     assert plan(config_here(values), 10**13, 1024).parameters == parameters
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
-def test_models_with_packed_weights_compute_in_bfloat16(name, tmp_path):
-    (tmp_path / "config.json").write_bytes((FOLDER / f"{name}.json").read_bytes())
-    assert read_config(tmp_path).params_dtype == torch.bfloat16
-
-
 def test_an_older_folder_of_modelopt_leaves_out_its_name(tmp_path):
     values = read("qwen3_30b_a3b")
     values["quantization_config"] = {"quant_algo": "FP8", "producer": {"name": "modelopt"}}
