@@ -88,15 +88,6 @@ def test_a_bad_message_is_refused_by_name(tokenizer, messages):
     assert raised.value.status == 400 and raised.value.param == "messages"
 
 
-@pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [("a b", ["a b"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2]], [[1], [2]])],
-)
-def test_prompts_of_all_kinds(tokenizer, prompt, expected):
-    tokens = [tokenizer.tokenize(e) if isinstance(e, str) else e for e in expected]
-    assert completion_prompts(tokenizer, CompletionFields(prompt=prompt)) == tokens
-
-
 @pytest.mark.parametrize("prompt", ["", [], ["a", ""], "\ud800"])
 def test_an_impossible_prompt_is_refused(tokenizer, prompt):
     with pytest.raises(ApiError) as raised:
