@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from rank_processes import rank_context
+from rank_processes import start_ranks, told_by_torchrun
 
 from megatron_hybrid import cli
 
@@ -55,15 +55,8 @@ class Command:
     ):
         folder.mkdir()
         self.folder, self.num_ranks = folder, num_ranks
-        port = free_port()
-        self._processes = [
-            rank_context().Process(
-                target=_run, args=(main, arguments, folder, rank, num_ranks, port)
-            )
-            for rank in range(num_ranks)
-        ]
-        for process in self._processes:
-            process.start()
+        given = (main, arguments, folder, num_ranks, free_port())
+        self._processes = start_ranks(_run, num_ranks, *given)
 
     def send(self, number: signal.Signals, ranks: Sequence[int] | None = None) -> None:
         """Send a signal to ranks; None: to all."""
@@ -162,16 +155,13 @@ def _wait_until(is_met: Callable[[], bool], runs: Callable[[], bool], command: C
 
 
 def _run(
-    main: Callable, arguments: Sequence[str], folder: Path, rank: int, num_ranks: int, port: int
+    rank: int, main: Callable, arguments: Sequence[str], folder: Path, num_ranks: int, port: int
 ) -> None:
     for name, descriptor in (("out", 1), ("err", 2)):
         file = os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT)
         os.dup2(file, descriptor)
     if num_ranks > 1:
-        names = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
-        names |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), num_ranks)
-        os.environ.update({name: str(value) for name, value in names.items()})
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        told_by_torchrun(rank, num_ranks, port)
     multiprocessing.set_start_method(None, force=True)  # as in a process from a shell
     torch.set_num_threads(1)
     sys.exit(main(list(arguments)))

@@ -1,6 +1,7 @@
 """Processes for the ranks of a test, forked from one that has imported everything."""
 
 import multiprocessing
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -42,6 +43,13 @@ def run_ranks(worker, arguments: tuple, num_ranks: int) -> None:
     """Run `worker(rank, *arguments)` on all ranks; if one fails, this fails with its error."""
     rank_context()
     mp.start_processes(worker, arguments, num_ranks, start_method="forkserver")
+
+
+def told_by_torchrun(rank: int, num_ranks: int, port: int) -> None:
+    """Set what torchrun tells a rank of this machine."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
+    names |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), num_ranks)
+    os.environ.update({name: str(value) for name, value in names.items()})
 
 
 def join_ranks(rank: int, num_ranks: int, rendezvous: str) -> None:

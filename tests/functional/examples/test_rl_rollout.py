@@ -2,16 +2,15 @@
 one rank and on two replicas of two."""
 
 import io
-import os
-import socket
 from contextlib import redirect_stdout
 from unittest import mock
 
 import pytest
 import rl_rollout
 import torch
+from commands import free_port
 from matrix import matrix_rows
-from rank_processes import run_ranks
+from rank_processes import run_ranks, told_by_torchrun
 
 RAN = ["on_one_rank", "on_four_ranks"]
 
@@ -53,18 +52,14 @@ def run_main(num_updates, *arguments):
 def run_rank(rank, size, port, folder, num_updates):
     """As torchrun starts it."""
     torch.set_num_threads(1)
-    torchrun = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, MASTER_PORT=port)
-    os.environ.update({name: str(value) for name, value in torchrun.items()})
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    told_by_torchrun(rank, size, port)
     torch.save(run_main(num_updates, "--dp", "2"), f"{folder}/{rank}.pt")
 
 
 @pytest.fixture(scope="module")
 def on_four_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    run_ranks(run_rank, (4, port, str(folder), 2), 4)
+    run_ranks(run_rank, (4, free_port(), str(folder), 2), 4)
     return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from commands import free_port
 from matrix import asked, matrix_rows
 from rank_faults import frozen, killed, raising, stuck
-from rank_processes import join_ranks, on_ranks, start_ranks
+from rank_processes import join_ranks, on_ranks, start_ranks, told_by_torchrun
 from reference import greedy, is_greedy, random_tokens, tiny_model
 from split_models import load
 from waiting import LIMIT_S, wait_until
@@ -533,9 +533,7 @@ EARLY = {
 def fail_early(rank, folder, port, name):
     os.dup2(os.open(f"{folder}/{name}.{rank}.log", os.O_CREAT | os.O_WRONLY), 2)
     torch.set_num_threads(1)
-    job = {"RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    job |= {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
-    os.environ.update({key: str(value) for key, value in job.items()})
+    told_by_torchrun(rank, RANKS, port)
 
     def fail(when):
         if rank == 1 and name == when:
