@@ -77,7 +77,8 @@ class CommandParser(Parser):
         for argument in takewhile(lambda argument: argument != "--", arguments):
             found = re.fullmatch(r"(--?[A-Za-z][\w.-]*)(=.*)?", argument, re.DOTALL)
             if found and found[1] not in known:
-                remedy = advice(self._place, found[1], known)
+                own = self.options.get(found[1].lstrip("-").replace("-", "_"))
+                remedy = f"use {own}" if own else advice(self._place, found[1], known)
                 self.error(f"there is no {found[1]}" + (f": {remedy}" if remedy else ""))
 
 

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_hybrid.inference.requests.options import Positive, Priority
+from megatron_hybrid.inference.requests.options import MAX_BREAKPOINTS, Positive, Priority
 from megatron_hybrid.inference.sampling_params import (
     Bias,
     Penalty,
@@ -305,6 +305,7 @@ class ResponseFormat(Fields):
 
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[str], Field(min_length=1)]
+Salt = Annotated[str, Field(min_length=1, max_length=4096)]
 Object = dict[str, Any]
 Message = Annotated[Object, WithJsonSchema(MESSAGE)]
 Something = Annotated[Object, Field(min_length=1)]
@@ -396,14 +397,16 @@ class SharedFields(Body):
     form."""
     stream: bool = False
     """The answer is sent as server-sent events."""
-    cache_salt: Text | None = declared("salt")
-    cache_breakpoints: list[Positive] | None = declared("cache_breakpoints")
+    cache_salt: Salt | None = declared("salt")
+    cache_breakpoints: Annotated[list[Positive], Field(max_length=MAX_BREAKPOINTS)] | None = (
+        declared("cache_breakpoints")
+    )
     truncate_prompt_tokens: CountOrAll | None = None
     """The prompt is cut to this many tokens; -1 keeps as many as leave room for the answer. 0 is
     refused with 400."""
     truncation_side: Literal["left", "right"] = "left"
     """The end at which the prompt is cut: left keeps its last tokens, right its first."""
-    allowed_token_ids: list[Token] | None = declared(
+    allowed_token_ids: Tokens | None = declared(
         "allowed_token_ids", "The field is refused with 400 next to a guide."
     )
     bad_words: Words | None = None
@@ -775,7 +778,7 @@ class DetokenizeFields(Body):
 class ExplainFields(TokenizeFields):
     """Body of /cache/explain."""
 
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     """Explain the prompt of a request with this salt."""
     api_key: str | None = None
     """Explain the prompt of a request with this key. By default it is the key that asks. Each of

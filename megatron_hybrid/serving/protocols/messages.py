@@ -28,6 +28,7 @@ from megatron_hybrid.serving.protocols.fields import (
     CountOrAll,
     Fields,
     OtherFields,
+    Salt,
     Text,
     Words,
 )
@@ -185,7 +186,7 @@ class MessageFields(PromptFields):
     """Texts that end the answer."""
     stream: bool = False
     """The answer is sent as Anthropic's events."""
-    cache_salt: Text | None = None
+    cache_salt: Salt | None = None
     """The same as in chats."""
     priority: Priority = 0
     """The same as in chats."""

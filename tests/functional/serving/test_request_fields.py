@@ -386,7 +386,7 @@ OF_ALL_ROUTES = [
         (COMPLETION, {"stop_token_ids": [10**6]}, "stop_token_ids", ""),
         (COMPLETION, {"logit_bias": {10**6: 1}}, "logit_bias", ""),
         (COMPLETION, {"prompt": [10**6]}, "prompt", ""),
-        (COMPLETION, {"cache_breakpoints": [1] * 9999}, "cache_breakpoints", "..."),
+        (COMPLETION, {"cache_breakpoints": [1] * 9999}, "cache_breakpoints", "at most 4096"),
         (CHAT, {"response_format": {"type": "json_schema"}}, "response_format", "json_schema is"),
         (CHAT, {"tools": [ARRAY], "tool_choice": "required"}, "tool_choice", "use 'object'"),
         (CHAT, {"tools": [{"type": "function"}]}, "tools", ""),
