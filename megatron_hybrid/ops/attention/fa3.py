@@ -59,7 +59,9 @@ def run(*inputs: Any) -> Tensor:
 
 
 def verify(*inputs: Any) -> str | None:
-    q_THD, k_pages_nBKD, v_pages_nBKD, *_ = inputs
+    q_THD, k_pages_nBKD, v_pages_nBKD, _, _, pattern, *_ = inputs
+    if pattern.softcap is not None:
+        return f"it has no softcap, which is {pattern.softcap}: its wheel is built without"
     D, P = q_THD.shape[-1], v_pages_nBKD.shape[-1]
     if not q_THD.dtype == k_pages_nBKD.dtype == v_pages_nBKD.dtype:
         return f"q and pages are of {q_THD.dtype}, {k_pages_nBKD.dtype} and {v_pages_nBKD.dtype}"

@@ -138,3 +138,4 @@ def test_it_says_what_it_cannot_serve(monkeypatch):
     pages = torch.empty(2, 16, 2, 64, **half)
     for own, word in (((pages.half(), pages), "float16"), ((pages, pages[..., :32]), "64 and 32")):
         assert word in fa3.verify(q, *own, torch.zeros(1, 2), layout, plain)
+    assert "no softcap" in fa3.verify(q, pages, pages, torch.zeros(1, 2), layout, capped)
