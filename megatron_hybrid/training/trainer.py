@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ class Trainer:
         with no_new_folders(self.folder):
             with fail_together(OSError, whole_job=True):
                 lock = RunLock(self.folder) if dist.get_rank() == 0 else None
-                for left in self.folder.glob(".*.tmp") if lock else ():
+                for left in self.folder.rglob(".*.tmp") if lock else ():
                     left.unlink(missing_ok=True)  # of a run that was killed
             self._release = weakref.finalize(self, lock.release if lock else lambda: None)
             try:
@@ -280,7 +281,8 @@ class Trainer:
         step is finished and saved.
 
         Raises:
-            TrainingError: too many steps in a row had no finite gradient, or all of the run.
+            TrainingError: too many steps in a row had no finite gradient, or all of the run; or an
+                evaluation would have no label.
             ValueError: the log has a line that is no report, or a loss cannot be trained by.
             ImportError, OSError: a writer of the reports lacks its package, or does not start; on
                 all ranks.
@@ -288,6 +290,7 @@ class Trainer:
         run, progress = self.recipe.run, self.progress
         last = min(run.steps, run.stop_at_step or run.steps)
         reports, recipe = None, self.recipe
+        self._require_validation_labels()
         with fail_together(OSError, whole_job=True):
             if dist.get_rank() == 0:
                 fields = recipe.to_dict()
@@ -320,6 +323,18 @@ class Trainer:
             raise TrainingError(
                 f"none of the {run.steps} steps has changed the model: no loss or gradient was "
                 "finite, or there was no label. Look at the log and at the data."
+            )
+
+    def _require_validation_labels(self) -> None:
+        """Raise TrainingError if evaluations would be of no label."""
+        if self.eval_data is None:
+            return
+        number, data = self.recipe.run.eval_batches, self._batches(self.eval_data, 0)
+        own = islice(data, number * self.num_micro_batches)
+        if not self._any_rank(any(bool(batch.loss_mask.any()) for batch in own)):
+            raise TrainingError(
+                f"the validation data has no label in the {number} batches of an evaluation: "
+                "correct data.valid, or set run.eval_every_steps=0."
             )
 
     def _lacks_evaluation(self, reports: Reports | None) -> bool:

@@ -205,6 +205,16 @@ def test_a_step_without_a_label_changes_nothing_and_a_run_of_them_is_an_error(te
         train(recipe_of(text, run={"max_skipped_steps": 1}), tmp_path / "b", Unlabelled)
 
 
+def test_validation_data_without_a_label_is_an_error_before_the_first_step(tmp_path, tokenizer):
+    path = write_documents(tmp_path / "text", [[300, 301, tokenizer.eod]] * 40, tokenizer)
+    held = write_documents(tmp_path / "held", [[tokenizer.eod]] * 400, tokenizer)
+    data = {"sequence_length": LENGTH, "train": [path], "valid": [held]}
+    recipe = small_recipe(model=MODEL, data=data, run={"steps": 1, "eval_every_steps": 1})
+    with pytest.raises(TrainingError, match="data has no label in the 10 batches"):
+        train(recipe, tmp_path / "run")
+    assert not (tmp_path / "run" / LOG).exists()
+
+
 _OTHER = torch.ones(2, requires_grad=True)
 
 
