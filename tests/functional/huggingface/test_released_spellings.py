@@ -142,7 +142,7 @@ WINDOW = [{"block_type": "attention", "sliding_window": 64}]
         ("glm4", {"rope_parameters": {"partial_rotary_factor": 0.0}}, "rotary_percent is 0.0"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "no usable config"),
         ("qwen3_moe", {"num_experts": 0}, "num_moe_experts"),
-        ("nemotron_h_puzzle", {"block_configs": {}}, "block_configs={}, which must be a list"),
+        ("nemotron_h_puzzle", {"block_configs": {}}, "block_configs is {}; it must be a list"),
         ("nemotron_h_puzzle", {"block_configs": ["moe"]}, r"block_configs\[0\]='moe'; supported"),
         ("nemotron_h_puzzle", {"block_configs": INDEXED}, r"\[0\]={.*'q_indexer_top_k': 8}; supp"),
         ("nemotron_h_puzzle", {"block_configs": WINDOW}, "sliding_window=64; only None is"),
