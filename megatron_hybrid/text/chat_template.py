@@ -10,7 +10,7 @@ import datetime
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jinja2
@@ -97,7 +97,7 @@ class ChatTemplate:
         generation: type[Extension] | None = None,
     ):
         self.source, self.origin, self._generation = source, origin, generation
-        self._forms: dict[str, tuple[bool, bool]] = {}  # by role
+        self.forms_of = lru_cache(MAX_ROLES)(self._forms_of)  # names are the callers'
 
     def render(
         self,
@@ -217,24 +217,20 @@ class ChatTemplate:
         conversation = Conversation(messages, {"tools": None})
         return self.try_run(conversation, conversation.messages) or ""
 
-    def forms_of(self, role: str) -> tuple[bool, bool]:
+    def _forms_of(self, role: str) -> tuple[bool, bool]:
         """Return whether a message of this role may have a list of parts as its content, [{"type":
         "text", "text": ...}], whose texts it writes; and whether it has to have one of one part, as
         in some templates of models that see images."""
-        if role not in self._forms:
-            if len(self._forms) >= MAX_ROLES:  # names are the callers'
-                self._forms.clear()
-            texts = [f"part {letter} of {role}" for letter in "ab"]
-            parts = [{"type": "text", "text": text} for text in texts]
-            before = [] if role in ("user", *INSTRUCTING) else [{"role": "user", "content": "?"}]
-            both, one, text = (
-                self._probe([*before, {"role": role, "content": content}])
-                for content in (parts, parts[:1], texts[0])
-            )
-            is_listed = re.search("['\"]text['\"]", both)
-            takes_parts = all(text in both for text in texts) and not is_listed
-            self._forms[role] = takes_parts, texts[0] in one and texts[0] not in text
-        return self._forms[role]
+        texts = [f"part {letter} of {role}" for letter in "ab"]
+        parts = [{"type": "text", "text": text} for text in texts]
+        before = [] if role in ("user", *INSTRUCTING) else [{"role": "user", "content": "?"}]
+        both, one, text = (
+            self._probe([*before, {"role": role, "content": content}])
+            for content in (parts, parts[:1], texts[0])
+        )
+        is_listed = re.search("['\"]text['\"]", both)
+        takes_parts = all(text in both for text in texts) and not is_listed
+        return takes_parts, texts[0] in one and texts[0] not in text
 
     @cached_property
     def takes_argument_texts(self) -> bool:
