@@ -360,6 +360,10 @@ class EventAnswer:
             events += self._more(part.text)
         return events + (self._close() if result is not None else [])
 
+    def _close(self) -> list[Json]:
+        kind, self._open = self._open, None
+        return [] if kind is None else self._end_item(kind is Reasoning)
+
 
 class GrowingChoice:
     """One answer of a stream, as events.

@@ -16,7 +16,7 @@ from megatron_hybrid.inference.requests.request import GenerationResult
 from megatron_hybrid.inference.sampling_params import Share, Temperature
 from megatron_hybrid.serving.http.changes import IMAGE_LEFT_OUT
 from megatron_hybrid.serving.http.errors import ApiError
-from megatron_hybrid.serving.parsers.dialect import Reasoning, ToolCall
+from megatron_hybrid.serving.parsers.dialect import ToolCall
 from megatron_hybrid.serving.protocols.answers import (
     EventAnswer,
     Json,
@@ -343,12 +343,9 @@ class MessageAnswer(EventAnswer):
         deltas = [self._delta("input_json_delta", partial_json=piece) for piece in pieces]
         return [start, *deltas, self._event("stop")]
 
-    def _close(self) -> list[Json]:
-        kind, self._open = self._open, None
-        if kind is None:
-            return []
+    def _end_item(self, is_reasoning: bool) -> list[Json]:
         signed = []
-        if kind is Reasoning:
+        if is_reasoning:
             self._items[-1]["signature"] = _SIGNATURE
             signed = [self._delta("signature_delta", signature=_SIGNATURE)]
         return [*signed, self._event("stop")]

@@ -490,17 +490,14 @@ class ResponseAnswer(EventAnswer):
             self._event("response.content_part.added", **self._place, part=deepcopy(part)),
         ]
 
-    def _close(self) -> list[Json]:
-        kind, self._open = self._open, None
-        if kind is None:
-            return []
+    def _end_item(self, is_reasoning: bool) -> list[Json]:
         item = self._items[-1]
-        if kind is Reasoning and _ENCRYPTED in (self._fields.include or ()):
+        if is_reasoning and _ENCRYPTED in (self._fields.include or ()):
             text = item["content"][0]["text"].encode()  # no secret: `content` has it, too
             item["encrypted_content"] = _MARK + b64encode(text).decode()
         item["status"] = self._status
         (part,) = item["content"]
-        extra = {} if kind is Reasoning else {"logprobs": part["logprobs"]}
+        extra = {} if is_reasoning else {"logprobs": part["logprobs"]}
         said = {"text": part["text"], **extra}
         return [
             self._event(f"response.{part['type']}.done", **self._place, **said),
