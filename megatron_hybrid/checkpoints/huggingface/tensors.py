@@ -285,12 +285,14 @@ def experts_one_by_one(tensor_map: TensorMap, config: HybridConfig) -> TensorMap
     own, kind = projection.split(".")
     names = ("gate_proj", "up_proj") if own == "fc1" else ("down_proj",)
     experts = tensor_map.theirs[0].rpartition(".experts.")[0]
-    theirs = tuple(
-        f"{experts}.experts.{i}.{name}.{kind}"
-        for i in range(config.num_moe_experts)
-        for name in names
-    )
+    theirs = _of_experts(config, experts, [f"{name}.{kind}" for name in names])
     return TensorMap((ours,), theirs, stacked(len(names)))
+
+
+def _of_experts(config: HybridConfig, theirs: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Names of these tensors of each expert, one expert after the other."""
+    numbers = range(config.num_moe_experts)
+    return tuple(f"{theirs}.experts.{i}.{name}" for i in numbers for name in names)
 
 
 def experts_in_one(
@@ -337,11 +339,7 @@ def moe(
     if projections is not None:
         *fc1, fc2 = projections
         for own, names in (("linear_fc1", fc1), ("linear_fc2", [fc2])):
-            experts = tuple(
-                f"{theirs}.experts.{i}.{name}.weight"
-                for i in range(config.num_moe_experts)
-                for name in names
-            )
+            experts = _of_experts(config, theirs, [f"{name}.weight" for name in names])
             yield TensorMap((f"{ours}.experts.{own}.weight",), experts, stacked(len(names)))
     if config.moe_latent_size is not None:
         for name in ("fc1_latent_proj", "fc2_latent_proj"):
