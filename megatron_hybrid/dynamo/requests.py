@@ -6,7 +6,6 @@ other one of the server. Dynamo need not be installed.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -171,7 +170,7 @@ class Chunks:
     """
 
     def __init__(self, asked: Asked, tokenizer: Tokenizer):
-        self._asked, self._tokenizer = asked, tokenizer
+        self._asked = asked
         self._answer = Answer(tokenizer, asked.fields, id="", model="")
         self._num_generated = 0
 
@@ -183,9 +182,13 @@ class Chunks:
         if num_top is not None and output.log_probs:
             chunk["log_probs"] = [max(value, LEAST_LOG_PROB) for value in output.log_probs]
             tops = output.top_n_logprobs or [{}] * len(output.log_probs)
+            firsts = (self._answer.first(top, num_top) for top in tops)
             chunk["top_logprobs"] = [
-                [self._top(rank, *pair) for rank, pair in enumerate(few, 1)]
-                for few in (islice(top.items(), num_top) for top in tops)
+                [
+                    {"rank": rank, "token_id": token, **self._answer.entry(token, value)}
+                    for rank, (token, value) in enumerate(first.items(), 1)
+                ]
+                for first in firsts
             ]
         if output.finish_reason is not None:
             chunk["finish_reason"] = output.finish_reason
@@ -199,13 +202,3 @@ class Chunks:
                 found = self._answer.prompt_logprobs(result)
                 chunk["engine_data"] = {"prompt_logprobs": found}
         return chunk
-
-    def _top(self, rank: int, token: int, value: float) -> Json:
-        written = self._tokenizer.shown_bytes(token)
-        return {
-            "rank": rank,
-            "token_id": token,
-            "token": written.decode(errors="replace"),
-            "logprob": max(value, LEAST_LOG_PROB),
-            "bytes": list(written),
-        }

@@ -221,11 +221,11 @@ class Answer:
         """
         if self.fields.num_top is None or values is None:
             return None
-        tops = [self._first(top, self.fields.num_top) for top in tops or [{}] * len(tokens)]
+        tops = [self.first(top, self.fields.num_top) for top in tops or [{}] * len(tokens)]
         values = [value if value is None else max(value, LEAST_LOG_PROB) for value in values]
         if self.is_chat:
             entries = [
-                {**self._entry(token, value), "top_logprobs": [*starmap(self._entry, top.items())]}
+                {**self.entry(token, value), "top_logprobs": [*starmap(self.entry, top.items())]}
                 for token, value, top in zip(tokens, values, tops)
             ]
             return {"content": entries, "refusal": None}
@@ -246,8 +246,8 @@ class Answer:
             "text_offset": offsets,
         }
 
-    def _first(self, top: dict[int, float] | None, count: int) -> dict[int, float] | None:
-        """The most likely tokens, without infinities."""
+    def first(self, top: dict[int, float] | None, count: int) -> dict[int, float] | None:
+        """The most likely tokens, at most so many, without infinities."""
         if top is None:
             return None
         few = islice(top.items(), count)
@@ -260,7 +260,7 @@ class Answer:
         found: list[Json | None] = [None]
         tops = result.prompt_top_n_logprobs or [{}] * len(tokens)
         for token, value, top in zip(tokens, values or (), tops, strict=True):
-            top = self._first(top, self.fields.prompt_logprobs or 0)
+            top = self.first(top, self.fields.prompt_logprobs or 0)
             ranks = {each: rank for rank, each in enumerate(top, 1)}
             found.append(
                 {
@@ -282,7 +282,8 @@ class Answer:
             found[_id_name(token) if name in found else name] = value
         return found
 
-    def _entry(self, token: int, value: float) -> Json:
+    def entry(self, token: int, value: float) -> Json:
+        """A token and its log-probability, as chats have them."""
         written, as_ids = self.tokenizer.shown_bytes(token), self.fields.return_tokens_as_token_ids
         return {
             "token": written.decode(errors="replace") if not as_ids else _id_name(token),
