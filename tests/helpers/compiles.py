@@ -18,53 +18,32 @@ gpu_stub.one_config()
 
 import numpy as np  # noqa: E402  libraries define their kernels when they are imported
 import torch  # noqa: E402
+from reference import tiny_model  # noqa: E402
 from unwritten_outputs import any_token  # noqa: E402
 
 from megatron_hybrid import (  # noqa: E402
     DynamicInferenceEngine,
-    HybridConfig,
     HybridModel,
     InferenceConfig,
     SamplingParams,
-    build_hybrid_model,
 )
 from megatron_hybrid.inference.requests.options import RequestOptions  # noqa: E402
 from megatron_hybrid.inference.worker import warm_up  # noqa: E402
 
-FIELDS = {
-    "hidden_size": 64,
-    "vocab_size": 128,
-    "ffn_hidden_size": 64,
-    "params_dtype": "bfloat16",
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "kv_channels": 16,
-    "sliding_window": 24,
-    "attention_chunk_size": 32,
-    "mamba_num_heads": 6,
-    "mamba_head_dim": 16,
-    "mamba_state_dim": 16,
-    "mamba_num_groups": 2,
-    "mamba_chunk_size": 16,
-    "mamba1_state_dim": 4,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_chunk_size": 32,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 32,
-    "qk_head_dim": 16,
-    "qk_pos_emb_head_dim": 16,
-    "v_head_dim": 16,
-}
+FIELDS = dict(
+    vocab_size=128,
+    mamba_num_heads=6,
+    linear_num_key_heads=1,
+    linear_num_value_heads=2,
+    kv_lora_rank=32,
+    qk_head_dim=16,
+    qk_pos_emb_head_dim=16,
+)
 """Time steps and writing strengths have rows that begin at no multiple of 16 bytes."""
-EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 32}
 
 
 def model_of(pattern: str) -> HybridModel:
-    fields = FIELDS | (EXPERTS if "E" in pattern else {}) | {"layer_pattern": pattern}
-    return build_hybrid_model(HybridConfig.from_dict(fields)).eval()
+    return tiny_model(pattern, params_dtype=torch.bfloat16, **FIELDS)
 
 
 def engine_of(model: HybridModel, is_warmed: bool) -> DynamicInferenceEngine:
