@@ -82,7 +82,7 @@ class StoredWeight:
         return self.over_rows(name, self.parts[name].decode(stored), group)
 
     def over_rows(self, name: str, value: Tensor, group: int) -> Tensor:
-        """`by_row` of a part that is decoded."""
+        """Spread a decoded part as `by_row` does."""
         *lead, rows, columns = self.shape
         if name == "codes":
             return value

@@ -292,7 +292,7 @@ class _Exchange:
                 raise RankError(
                     f"{self._own} is {self._what}, and {names} did not come to it within "
                     f"{seconds:.0f} s: make this call on all ranks of the model, at about the same "
-                    "time, for example behind torch.distributed.barrier()"
+                    "time, for example after torch.distributed.barrier()"
                 )
             if waited >= line:
                 line += REPEAT_SECONDS

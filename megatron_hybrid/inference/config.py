@@ -102,7 +102,7 @@ class InferenceConfig:
     cuda_graphs: bool = False
     """Capture the forward of decodes as CUDA graphs, one for each of a few numbers of decodes (two
     with drafts), when the engine is made. Other steps of up to 1,024 rows, such as the rest of a
-    prompt behind a prefix, are captured in pieces, with the ops over sequences between them. A
+    prompt after a prefix, are captured in pieces, with the ops over sequences between them. A
     forward that cannot be captured runs without a graph, and the log says why."""
 
     async_scheduling: bool = False

@@ -117,7 +117,7 @@ class LowRankAdapter(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The projection's input [..., in] -> what to add to its output [..., out]."""
         low = linear(F.dropout(x, self.dropout, self.training), self.a)
-        low = meet_ranks(low, self.group, self.splits_rows, self.by_column)
+        low = exchange_ranks(low, self.group, self.splits_rows, self.by_column)
         return linear(low, self.own_b() * self.scale)
 
     def own_b(self) -> Tensor:
@@ -155,7 +155,7 @@ def cut_of_projection(projection: nn.Module) -> tuple[dist.ProcessGroup | None, 
     return projection.tp_group, projection.sequence_parallel, by_column
 
 
-def meet_ranks(
+def exchange_ranks(
     low: Tensor, group: dist.ProcessGroup | None, splits_rows: bool, by_column: bool
 ) -> Tensor:
     """What all tensor-parallel ranks together have computed by A, from what this one has."""

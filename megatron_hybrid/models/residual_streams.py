@@ -1,5 +1,5 @@
 """What Gemma 3n has around its layers: several residual streams (AltUp, arXiv 2301.13310), and a
-product of low rank beside a layer (LAuReL, arXiv 2411.07501). All is replicated on all ranks."""
+product of low rank next to a layer (LAuReL, arXiv 2411.07501). All is replicated on all ranks."""
 
 from collections.abc import Iterable
 

@@ -60,8 +60,8 @@ class ChunkGrid:
             for x_seq, row, count in zip(
                 x_T.split(self.lengths), self.first_rows, self.counts, strict=True
             ):
-                behind = count * self.chunk_size - row - len(x_seq)
-                pieces += [empty[:row], x_seq, empty[:behind]]
+                after = count * self.chunk_size - row - len(x_seq)
+                pieces += [empty[:row], x_seq, empty[:after]]
             x_T = torch.cat(pieces)
         return x_T.reshape(self.num_chunks, self.chunk_size, *x_T.shape[1:])
 

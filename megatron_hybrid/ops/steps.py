@@ -56,7 +56,7 @@ class Steps:
 
     @classmethod
     def inside(cls, chunks: AnchoredChunks, starts: Tensor) -> Steps:
-        """From the starts of the chunks that have captures to these, which the pool has then.
+        """Steps from the starts of the chunks that have captures to these, which the pool has then.
 
         starts: states at these starts, `[places, *shape]`.
         """

@@ -16,7 +16,7 @@ from megatron_hybrid.serving.http.errors import ApiError
 from megatron_hybrid.serving.http.json_response import to_cpu_thread
 
 STALL_SECONDS = 120.0
-"""Without a step, though requests wait for one, before `/health` says so."""
+"""Time without a step, though requests wait for one, before `/health` says so."""
 _LOOK_SECONDS = 1.0
 _REST_SECONDS = 2.0
 """Seconds without a request before freed memory goes back to the system."""
@@ -44,8 +44,8 @@ class Ticket:
     first_token_seconds: float | None = None
     began: float = field(default_factory=time.perf_counter)
     waits_since: float | None = None
-    """Since when it waits for the engine; None: the engine has not got it, or its client has to
-    take what there is."""
+    """Time since which it waits for the engine; None: the engine has not got it, or its client has
+    to take what there is."""
 
     def count(self, output: RequestOutput) -> None:
         """Take note of what a step added."""

@@ -358,7 +358,7 @@ class GuideMatcher:
             self._look()
         if self.is_stuck:
             raise UnsatisfiableError(
-                "the guide allows no token of this tokenizer behind the answer so far: relax it"
+                "the guide allows no token of this tokenizer after the answer so far: relax it"
             )
 
     def allows(self, token: int) -> bool:

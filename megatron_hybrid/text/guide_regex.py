@@ -87,8 +87,8 @@ class _Reader:
         self._is_schema = is_schema
         self._most = _WIDEST if is_schema else _ASCII
         self.ways: list[tuple[bool, str, bool]] = []
-        """For each branch, whether it begins with an anchor, what is between, and whether it ends
-        with one."""
+        """Whether each branch begins with an anchor, what is between, and whether it ends with
+        one."""
         depth, begins, ends, body = 0, False, False, ""
         for found in _PIECE.finditer(pattern):
             piece, kind = found[0], found.lastgroup or ""

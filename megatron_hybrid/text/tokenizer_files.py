@@ -43,7 +43,7 @@ def read_tokenizer_files(folder: Path, config: Mapping[str, Any] | None = None) 
     path = find_tokenizer(folder)
     if path is None:
         raise ValueError(
-            f"{folder / TOKENIZER_FILE} does not exist, nor {', '.join(FOREIGN_FILES)} beside "
+            f"{folder / TOKENIZER_FILE} does not exist, nor {', '.join(FOREIGN_FILES)} next to "
             "it: the folder has no tokenizer."
         )
     if config is None:

@@ -8,7 +8,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 
 
-def support_mixed_groups(optimizer: MegatronOptimizer) -> None:
+def patch_mixed_groups(optimizer: MegatronOptimizer) -> None:
     """Let an optimizer of core (0.16.1 to 0.19.2) save and load the states of all its parameters,
     where a group has parameters of bf16 or fp16 and of fp32. Call it once, after
     `get_megatron_optimizer`.

@@ -27,7 +27,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, Par
 from torch import Tensor, nn
 
 from megatron_hybrid.compat import quiet_core
-from megatron_hybrid.training.core_groups_patch import support_mixed_groups
+from megatron_hybrid.training.core_groups_patch import patch_mixed_groups
 from megatron_hybrid.training.fields import Fields
 from megatron_hybrid.utils.validation import Range
 
@@ -189,7 +189,7 @@ def build_optimizer(
             if number:  # core cannot save one of which no rank has parameters
                 optimizers.append(_muon(own, config, fields, group, bool(is_expert)))
     optimizer = ChainedOptimizer(optimizers)
-    support_mixed_groups(optimizer)
+    patch_mixed_groups(optimizer)
     return optimizer
 
 

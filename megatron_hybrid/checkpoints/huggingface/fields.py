@@ -140,7 +140,7 @@ def rotary(
             )
     else:
         if rope["rope_type"] in ("yarn", "llama3"):
-            key = "original_max_position_embeddings"  # beside the others it wins in transformers
+            key = "original_max_position_embeddings"  # next to the others it wins in transformers
             length = _first(hf.get(key), rope.get(key), hf.get("max_position_embeddings"))
             rope[key] = length
         fields["rotary_scaling"] = rope

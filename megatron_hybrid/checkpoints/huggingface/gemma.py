@@ -285,13 +285,13 @@ def _layer(hf: Mapping[str, Any]) -> str:
 
 
 def _single_layers(
-    hf: Mapping[str, Any], kinds: list[str], behind: int
+    hf: Mapping[str, Any], kinds: list[str], following: int
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Number and fields of the layers of ours that are unlike others of their symbol.
 
     Args:
         kinds: layer types.
-        behind: how many layers of ours follow the attention of each of theirs.
+        following: how many layers of ours follow the attention of each of theirs.
     """
     given = hf.get("per_layer_config")
     if given is not None:  # transformers pads the numbers: "05"
@@ -304,7 +304,7 @@ def _single_layers(
     names = {"head_dim": "kv_channels", "num_key_value_heads": "num_query_groups"}
     unshared = len(kinds) - hf["num_kv_shared_layers"]
     for i, kind in enumerate(kinds):
-        number = 1 + i * (1 + behind)
+        number = 1 + i * (1 + following)
         own = heads if kind == "full_attention" else {}
         if given is not None:
             own = given.get(i, {})
@@ -318,7 +318,7 @@ def _single_layers(
                     f"{i} ({kind}) finds none of its type before them whose keys it could share"
                 )
             source = max(j for j in range(unshared) if kinds[j] == kind)
-            found["kv_source_layer"] = 1 + source * (1 + behind)
+            found["kv_source_layer"] = 1 + source * (1 + following)
             if hf.get("use_double_wide_mlp"):
                 yield number + 1, {"ffn_hidden_size": 2 * hf["intermediate_size"]}
         yield number, found

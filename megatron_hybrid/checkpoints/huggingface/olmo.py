@@ -101,14 +101,14 @@ class OlmoHybrid(Adapter):
         heads = fields.required(hf, "num_attention_heads")
         key_heads = hf.get("linear_num_key_heads") or heads
         key_dim = hf.get("linear_key_head_dim") or int(0.75 * hf["hidden_size"] / key_heads)
-        behind = {"norm_placement": "post"}
-        mlps = {str(2 * i): behind for i, symbol in enumerate(mixers, 1) if symbol == "*"}
+        after = {"norm_placement": "post"}
+        mlps = {str(2 * i): after for i, symbol in enumerate(mixers, 1) if symbol == "*"}
         return {
             **fields.transformer({**hf, "rope_parameters": None}, mixers),
             **_rotary_fields(hf),
             **_NORMS,
             "norm_placement": "pre",
-            "layer_overrides": {"*": behind, **mlps},
+            "layer_overrides": {"*": after, **mlps},
             "linear_num_key_heads": key_heads,
             "linear_num_value_heads": hf.get("linear_num_value_heads") or heads,
             "linear_key_head_dim": key_dim,

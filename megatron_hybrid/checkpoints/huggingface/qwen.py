@@ -94,8 +94,8 @@ class Qwen3Moe(Qwen3):
     composite_types = ("qwen3_vl_moe",)
 
     def spellings(self, tensor_map: TensorMap, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.spellings`: beside a vision model the experts of a layer lie in two tensors,
-        whose rows are inputs."""
+        """See `Adapter.spellings`: next to a vision model the experts of a layer lie in two
+        tensors, whose rows are inputs."""
         return tensors.experts_in_one(tensor_map, config, transposed())
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -213,8 +213,8 @@ def step_bytes(
     """Return about how much the largest step takes besides pool, slots and inputs: `max_tokens`
     tokens of one prompt at the end of the longest sequence, all of them with log-probabilities.
 
-    It is the widest layer's activations, or the logits, beside the residual stream and the captured
-    states. The model may be on the meta device.
+    It is the widest layer's activations, or the logits, next to the residual stream and the
+    captured states. The model may be on the meta device.
     """
     config, own = model.config, model.config.params_dtype.itemsize
     on_cpu = next(model.parameters()).device.type == "cpu"

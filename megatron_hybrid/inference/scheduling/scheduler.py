@@ -243,8 +243,8 @@ class Scheduler:
         return min(self._budget(builder), request.longest_forward)
 
     def _tests_a_suspect(self) -> bool:
-        """Return whether a request runs that two failed steps are blamed on. None starts beside it:
-        if the next step fails, too, it was this one."""
+        """Return whether a request runs that two failed steps are blamed on. No other starts: if
+        the next step fails, too, it was this one."""
         if self._suspects:
             self._suspects = {request: None for request in self._suspects if request.is_suspect}
         return any(request.lease is not None for request in self._suspects)

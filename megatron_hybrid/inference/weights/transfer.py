@@ -205,14 +205,14 @@ class WeightGroup:
         room = like.nbytes + _SPARE_BYTES if self._backend == "gloo" else 0
         memory = torch.empty(like.nbytes + room, dtype=torch.uint8, device=self.device)
         tensor = memory[: like.nbytes].view(like.dtype).view(like.shape)
-        last, behind = tensor.view(-1)[-1:], memory[like.nbytes :][:_MARK_BYTES]
+        last, after = tensor.view(-1)[-1:], memory[like.nbytes :][:_MARK_BYTES]
         mark = torch.frombuffer(bytearray(blake2b(name.encode()).digest()), dtype=torch.uint8)
-        behind.copy_(mark[: len(behind)])  # the same on all ranks: they pass it on
+        after.copy_(mark[: len(after)])  # the same on all ranks: they pass it on
         if like.dtype.is_floating_point:
             last.copy_(torch.full_like(last, math.nan, dtype=torch.float32))
         self._broadcast(memory if room else tensor)
         announced = f"the {like.nbytes} announced, as {like.dtype} {list(like.shape)}"
-        if room and not torch.equal(behind, mark):
+        if room and not torch.equal(after, mark):
             return CheckpointError(f"{name} was sent with more bytes than {announced}")
         if last.float().isnan().any():
             return CheckpointError(

@@ -28,7 +28,7 @@ from megatron_hybrid.inference.requests.options import LoadedAdapter
 from megatron_hybrid.inference.weights.fingerprint import hash_of
 from megatron_hybrid.inference.worker.context import DynamicInferenceContext
 from megatron_hybrid.models.hybrid_model import HybridModel
-from megatron_hybrid.models.low_rank import cut_of_projection, meet_ranks, projections_of
+from megatron_hybrid.models.low_rank import cut_of_projection, exchange_ranks, projections_of
 from megatron_hybrid.models.parameter_names import is_of_prediction
 from megatron_hybrid.models.sharding.gathering import whole_shape
 from megatron_hybrid.models.sharding.tensor_sharding import shard
@@ -221,5 +221,5 @@ class _AdapterSlots:
             slots_T: of each row; below 0: it has none.
         """
         low = slot_linear(x.reshape(-1, x.shape[-1]), self._a, slots_T)
-        added = slot_linear(meet_ranks(low, *self._cut), self._b, slots_T)
+        added = slot_linear(exchange_ranks(low, *self._cut), self._b, slots_T)
         return output + added.view(output.shape)

@@ -55,7 +55,7 @@ class CudaGraph:
                     run()
                     with _no_waits():
                         run()
-            finally:  # also behind an error: the host goes on to write what its kernels read
+            finally:  # also after an error: the host goes on to write what its kernels read
                 own.wait_stream(stream)
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
@@ -154,7 +154,7 @@ class Pieces:
 
 @contextmanager
 def _no_open_capture(device: torch.device, pool: Any) -> Iterator[None]:
-    """After an error torch's allocator is in no capture: torch leaves it in one that has failed."""
+    """Ends the capture of torch's allocator after an error: torch leaves it in one that failed."""
     try:
         yield
     except BaseException:

@@ -8,7 +8,7 @@ and addresses. So it serves steps of one number of decodes, all with one row or 
 drafts, whose inputs are in the step's buffer. A step of fewer is filled up with decodes of no
 request, and a decode of fewer drafts with rows that are taken back.
 
-Other steps of few rows, such as the rest of a prompt behind a prefix, are replayed in pieces: what
+Other steps of few rows, such as the rest of a prompt after a prefix, are replayed in pieces: what
 rows need alone, norms, products and activations, is captured for so many rows, and between the
 pieces the ops over sequences are launched, with the layout of the step.
 """
@@ -42,7 +42,7 @@ _FEWEST_ROWS = 8
 """Up to it, sizes are powers of two; beyond it, multiples of it. Steps of up to 64 decodes then
 have as many rows as without a graph (`ROW_ALIGNMENT`), and matrix products the same kernels."""
 PIECES = -1
-"""In the place of a graph's rows of each decode: it is of so many rows, in pieces."""
+"""Stands for a graph's rows of each decode: it is of so many rows, in pieces."""
 _PROMPT_ROWS = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
 """Rows of graphs in pieces. Beyond them the device takes longer than the host."""
 _GRAPH_BYTES = 8 << 20
@@ -422,7 +422,7 @@ class _Exchange:
 
 
 def _is_of_decodes(plan: StepPlan) -> bool:
-    """Return whether all work is of last tokens, with drafts behind them or not. Of a request that
+    """Return whether all work is of last tokens, with drafts after them or not. Of a request that
     ends, whose last state is wanted alone, no token is drawn."""
     return bool(plan.work) and all(
         len(work.tokens) == 1 + len(work.draft_draws)

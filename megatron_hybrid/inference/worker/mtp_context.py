@@ -2,7 +2,7 @@
 
 The row of a token has the token's embedding and the hidden state of the token before. In training
 it lies in that token's place; here it lies in the token's own, so that it depends on no later
-token, and blocks and states of the part are shared as those of the model's layers. Rotary
+token, and the head's blocks and states are shared as those of the model's layers. Rotary
 embeddings do not see the difference. The first token has no row, and no other token sees its place;
 a state folds it in all the same, with a hidden state of zeros.
 """

@@ -17,28 +17,28 @@ def require_part(model: HybridModel) -> None:
     if not hasattr(model, "mtp"):
         raise ValueError(
             "speculation is 'mtp', but the model has no MTP head: nothing "
-            f"behind '/' in its layer pattern {model.config.layer_pattern!r}. Load a folder with "
+            f"after '/' in its layer pattern {model.config.layer_pattern!r}. Load a folder with "
             "such weights (mtp.*) by load_pretrained(..., mtp=True), on one pipeline stage, or use "
             "speculation='lookup'."
         )
     keeps_state = any(map(_is_local, model.cache_requirements()))
     if not keeps_state and any(map(_is_local, model.prediction_requirements())):
         raise ValueError(
-            f"speculation is 'mtp', and what stands behind '/' in {model.config.layer_pattern!r} "
+            f"speculation is 'mtp', and what stands after '/' in {model.config.layer_pattern!r} "
             "keeps states or a window of keys, which the layers before it do not: prompts would "
             "resume at saved states alone. Use speculation='lookup'."
         )
 
 
 def cached_layers(model: HybridModel, config: InferenceConfig) -> list[LayerCache]:
-    """What the layers of this rank keep: those of the model and, where it drafts, of its part."""
-    part = model.prediction_requirements() if config.speculation == "mtp" else []
-    return model.cache_requirements() + part
+    """What the layers of this rank keep: those of the model and, where it drafts, of its MTP head."""
+    head = model.prediction_requirements() if config.speculation == "mtp" else []
+    return model.cache_requirements() + head
 
 
 def _draw(request: Request) -> Draw:
     """The draw of its next token, without what depends on the tokens before: a draft that is drawn
-    from the part's logits with the same noise is more often the token than the likeliest one."""
+    from the head's logits with the same noise is more often the token than the likeliest one."""
     return Draw(request.params, request.seed, request.sample_index, request.num_tokens)
 
 
@@ -48,8 +48,8 @@ def _is_local(layer: LayerCache) -> bool:
 
 
 class MTPDrafter(BatchDrafter):
-    """Drafts by a part that the model was trained with. It computes those of all decodes together,
-    before the step is planned: `propose` tells them."""
+    """Drafts with the model's MTP head, for all decoding requests in one pass, before the step is
+    planned: `propose` returns them."""
 
     def __init__(self, sources: DraftSources):
         self._run = sources.predict

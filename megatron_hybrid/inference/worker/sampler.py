@@ -408,7 +408,7 @@ def score(log_probs_nV: Tensor, tokens_n: Tensor, top_n: int, logits_nV: Tensor)
 
 class HostCopy:
     """A copy of int64 and fp32 tensors of one device to the host, of all of them at once, which
-    runs beside what the device does next."""
+    runs next to what the device does next."""
 
     def __init__(self, tensors: Sequence[Tensor]):
         self._tensors, self._values, self._event = tensors, tensors[0], None

@@ -87,7 +87,7 @@ def warm_up(runner: ModelRunner, max_tokens: int, saves: bool) -> float:
                 raise
             raise MemoryError(
                 f"{memory.device} has no room for a step of max_tokens={max_tokens} and "
-                f"max_requests={context.max_requests} beside the pool ({error}): lower one of "
+                f"max_requests={context.max_requests} next to the pool ({error}): lower one of "
                 "them, or cache_bytes; with warm_up=False the first such step fails"
             ) from error
     memory.refill()

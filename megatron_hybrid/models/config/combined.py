@@ -1,4 +1,4 @@
-"""Layers of several parts: attention beside Mamba-2 (Falcon-H1), and shared blocks (Zamba2)."""
+"""Layers of several parts: attention next to Mamba-2 (Falcon-H1), and shared blocks (Zamba2)."""
 
 from dataclasses import dataclass
 from typing import Annotated

@@ -147,15 +147,15 @@ class HybridConfig(
         if self.mtp_num_layers not in (None, parts):
             raise ValueError(
                 f"mtp_num_layers is {self.mtp_num_layers}, but layer_pattern "
-                f"{self.layer_pattern!r} has {parts} parts behind '/'. Leave mtp_num_layers out: "
+                f"{self.layer_pattern!r} has {parts} parts after '/'. Leave mtp_num_layers out: "
                 "it follows from the pattern."
             )
         if parts and self.pipeline_model_parallel_size > 1:
             raise ValueError(
                 f"layer_pattern {self.layer_pattern!r} has MTP heads, which "
                 "embed tokens again, and pipeline_model_parallel_size is "
-                f"{self.pipeline_model_parallel_size}: the stage behind the last layer has no "
-                "embedding. Use one stage, or leave out what stands behind '/'."
+                f"{self.pipeline_model_parallel_size}: the stage after the last layer has no "
+                "embedding. Use one stage, or leave out what stands after '/'."
             )
         self.mtp_num_layers = parts or None
 

@@ -195,6 +195,6 @@ class DenseAndExpertsFields(LayerFields):
             if (value := getattr(self, name)) is not None:
                 raise ValueError(
                     f"{name} is {value}, but the experts of a layer B work on the whole hidden "
-                    "state, beside an MLP instead of a shared expert. Leave it out, or set it for "
+                    "state, next to an MLP instead of a shared expert. Leave it out, or set it for "
                     "the layers E alone, by layer_overrides."
                 )

@@ -35,7 +35,7 @@ SPELT_OTHERWISE: dict[str, str] = {
     "pipeline_model_parallel_layout": "mark the stages with | in layer_pattern",
     "use_te_activation_func": "use activation_func",
     "enable_autocast": "use params_dtype=torch.bfloat16",
-    "mtp_hybrid_override_pattern": "write the parts behind / in layer_pattern",
+    "mtp_hybrid_override_pattern": "write the parts after / in layer_pattern",
     "moe_expert_rank_capacity_factor": "let each rank take every token routed to it",
     "moe_extended_tp": "use expert_tensor_parallel_size",
     "gtp_weight_remat_size": "use tensor_model_parallel_size",

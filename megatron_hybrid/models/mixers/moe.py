@@ -1,4 +1,4 @@
-"""Mixtures of experts: a router and routed experts, beside a shared expert or a whole MLP."""
+"""Mixtures of experts: a router and routed experts, next to a shared expert or a whole MLP."""
 
 from copy import copy
 

@@ -15,7 +15,7 @@ _DECAYS = (0.9, 0.999)
 """Range of the decays of initial weights, where the gate is open."""
 _RATE = 8.0
 _SMALLEST_STEP = 1e-20
-"""Below it a decay is 1, and the step's input 0."""
+"""Step below which a decay is 1, and the step's input 0."""
 
 
 class RGLRUMixer(RecurrentMixer):

@@ -44,8 +44,8 @@ class StageCopies:
         self._owners: dict[str, str] = {}  # names of copies start with the key, of their owner with
         self._numbers: dict[str, int] = {}
         self._blocks: list[tuple[list[nn.Parameter], int]] = []
-        """For each block that several stages have, this stage's parameters, if it is one of them,
-        and the number of their elements."""
+        """This stage's parameters of each block that several stages have, if it is one of them, and
+        the number of their elements."""
         if self._pp.size() == 1:
             return
         if config.share_embeddings_and_output_weights and (model.pre_process or model.post_process):

@@ -19,7 +19,7 @@ FEW_TOKENS = 500
 LARGE_BYTES = 64 << 10
 """Bytes of a body from which on its jobs leave a thread to others."""
 _BYTES_OF_TOKEN = 16
-"""In an answer."""
+"""Bytes that a token takes in an answer."""
 _texts = DaemonThreads("texts", 4)
 
 

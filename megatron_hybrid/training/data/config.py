@@ -76,7 +76,7 @@ class DataFields(Fields):
         if bool(self.blend) == bool(given):
             raise ValueError(
                 f"give either blend (with split), or train, valid and test; got {given or 'none'}"
-                f"{' beside blend' if self.blend else ''}."
+                f"{' next to blend' if self.blend else ''}."
             )
         if self.kind == "prompts" and (self.blend or parse_blend("train", self.train)[1]):
             raise ValueError("prompts are files in train, without weights, and no blend.")

@@ -152,7 +152,7 @@ def test_a_guide_that_no_token_can_begin_is_refused():
     for guide in (Guide.regex("é"), Guide.json_object()):
         with pytest.raises(ValueError, match="no token of this tokenizer can begin"):
             lacking.matcher(guide, (2,))
-    with pytest.raises(ValueError, match="no token of this tokenizer behind the answer so far"):
+    with pytest.raises(ValueError, match="no token of this tokenizer after the answer so far"):
         lacking.matcher(Guide.regex("aé"), (2,)).add([0])
 
 

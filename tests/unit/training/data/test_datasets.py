@@ -352,7 +352,7 @@ def test_a_torn_cache_or_one_that_cannot_be_written_is_named(prefix, tmp_path, c
     ("fields", "match"),
     [
         ({"train": []}, "give either blend .*; got none"),
-        ({"blend": ["b"]}, r"got \['train'\] beside blend"),
+        ({"blend": ["b"]}, r"got \['train'\] next to blend"),
         ({"train": [[0, "a"]]}, "train: a weight is 0; it must be a number above 0"),
         ({"train": [[1, "a"], "b"]}, "train has weights for 1 of 2 datasets; give all or none"),
         ({"train": [3]}, r"train has the entry 3; use a prefix, or \[weight, prefix\]"),
