@@ -31,7 +31,7 @@ def require_part(model: HybridModel) -> None:
 
 
 def cached_layers(model: HybridModel, config: InferenceConfig) -> list[LayerCache]:
-    """What the layers of this rank keep: those of the model and, where it drafts, of its MTP head."""
+    """What layers of this rank keep: those of the model and, where it drafts, of its MTP head."""
     head = model.prediction_requirements() if config.speculation == "mtp" else []
     return model.cache_requirements() + head
 
