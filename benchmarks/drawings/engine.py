@@ -71,11 +71,12 @@ def layers() -> str:
         for number, line in enumerate(what.split("\n")):
             sheet.text(x + 10, y + 37 + 17 * number, line)
 
-    layer(16, 42, 488, "cli, commands", "the command line; imports what it runs", "soft grey")
-    layer(16, 96, 158, "serving", "HTTP, Dynamo", "soft blue")
-    layer(182, 96, 110, "megatron", "its interface", "soft blue")
-    layer(300, 96, 90, "tools", "plan, demo", "soft blue")
-    layer(398, 96, 106, "training", "recipes, loop", "soft blue")
+    layer(16, 42, 160, "dynamo", "its worker; imports cli", "soft grey")
+    layer(184, 42, 200, "cli, commands", "the command line", "soft grey")
+    layer(392, 42, 112, "megatron", "its interface", "soft blue")
+    layer(16, 96, 110, "tools", "plan, demo", "soft blue")
+    layer(134, 96, 150, "training", "recipes, loop", "soft blue")
+    layer(292, 96, 212, "serving", "HTTP, events of the cache", "soft blue")
     runs = "which tokens run, where their bytes are, what comes out"
     layer(16, 150, 488, "inference", runs, "soft green")
     layer(
@@ -87,8 +88,8 @@ def layers() -> str:
     layer(264, 258, 240, "text", "tokenizers, chats, guides", "soft orange")
     layer(264, 312, 240, "models", "layers, parameters, config", "soft orange")
     layer(264, 366, 240, "ops", "ragged batches, kernels", "soft orange")
-    top = "ranks, errors, compat, files, validation, ...: all may import these"
-    layer(16, 420, 488, "the top of the package", top, "soft grey")
+    rest = "ranks; threads, checks, files; differences of releases: all may import these"
+    layer(16, 420, 488, "distributed, utils, compat", rest, "soft grey")
     return sheet.svg()
 
 
