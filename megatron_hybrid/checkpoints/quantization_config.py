@@ -8,12 +8,12 @@ by name, before a weight is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
-from megatron_hybrid.utils.validation import is_int, shown
+from megatron_hybrid.utils.validation import Range, check_field, shown
 
 QUANT_FILE = "hf_quant_config.json"
 
@@ -61,11 +61,11 @@ class Quantization:
         try:
             said = _read(config, _METHODS[method])
             size = said.get("group_size") or said.get("q_group_size") or 0
-            _check_group_sizes(said, size)
+            _check_groups(said, size)
         except ValueError as error:
             raise CheckpointError(
-                f"{source} has a quantization_config of quant_method={method!r} with {error}. "
-                f"{_REMEDY}"
+                f"{source} has a quantization_config of quant_method={method!r} that is not read: "
+                f"{error} {_REMEDY}"
             ) from None
         layout = said.get("checkpoint_format") or said.get("format") or "gptq"
         if method == "auto-round":
@@ -107,52 +107,18 @@ class Quantization:
 # The table ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """Which values of a field are read."""
-
-    wanted: str
-    holds: Callable[[Any], bool]
-
-
-_Rules = Mapping[str, "_Rule | _Rules"]
-"""Rules of an object, by the names of its fields ("*": of any field)."""
-
-
-def _only(*values: Any) -> _Rule:
-    """These values; of strings, case does not count."""
-    known = ", ".join(str(value) for value in values if value != "")
-    return _Rule(known, lambda value: _lower(value) in map(_lower, values))
+_Rules = Mapping[str, Any]
+"""For the fields of an object ("*": for any field), the annotation of the values that are read, or
+the rules of an object in it. Case of texts does not count: here they are in lower case."""
+_UNUSED = object()
+"""In place of rules of fields that change no stored weight: nothing here sees their values."""
+_FLAG = Literal[False, True]
+_GROUP_SIZE = Annotated[int, Range(ge=-1)]
+_BLOCK = Annotated[list[Annotated[int, Range(ge=1)]], Range(ge=2, le=2)]
+_BITS = Literal[4] | Annotated[int, Range(ge=16)]
 
 
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
-
-
-def _is_target(value: Any) -> bool:
-    try:
-        return isinstance(value, str) and (value[:3] != "re:" or bool(re.compile(value[3:])))
-    except re.error:
-        return False
-
-
-def _is_list_of(kind: Callable[[Any], bool], value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(map(kind, value))
-
-
-_UNUSED = _Rule("all values", lambda value: True)
-"""Rules of fields that change no stored weight: nothing here sees their values."""
-_FLAG = _only(False, True)
-_GROUP_SIZE = _Rule("whole numbers from -1 on", lambda value: is_int(value) and value >= -1)
-_BLOCK = _Rule(
-    "two whole numbers from 1 on",
-    lambda value: _is_list_of(is_int, value) and len(value) == 2 and min(value) > 0,
-)
-_TARGETS = _Rule("lists of names", lambda value: _is_list_of(_is_target, value))
-_BITS = _Rule("4, and 16 or more", lambda value: is_int(value) and (value == 4 or value >= 16))
-
-
-def _fields(names: str, rule: _Rule = _UNUSED) -> dict[str, _Rule]:
+def _fields(names: str, rule: Any = _UNUSED) -> dict[str, Any]:
     """The same rule for several fields."""
     return dict.fromkeys(names.split(), rule)
 
@@ -165,25 +131,31 @@ def _read(config: Mapping[str, Any], rules: _Rules, path: str = "") -> dict[str,
         if _is_empty(value):
             continue
         rule = rules.get(name, rules.get("*"))
+        if rule is None:
+            raise ValueError(f"{path}{name} is {shown(value)}, a field that is not read.")
         if isinstance(rule, Mapping) and isinstance(value, Mapping):
             found[name] = _read(value, rule, f"{path}{name}.")
-        elif rule is None:
-            raise ValueError(f"{path}{name}={shown(value)}, a field that is not read")
-        elif isinstance(rule, Mapping) or not rule.holds(value):
-            wanted = "objects" if isinstance(rule, Mapping) else rule.wanted
-            raise ValueError(f"{path}{name}={shown(value)}; {wanted} are read")
         elif rule is not _UNUSED:
+            lower = value.lower() if isinstance(value, str) else value
+            check_field(path + name, lower, Mapping if isinstance(rule, Mapping) else rule)
             found[name] = value
     return found
 
 
-def _check_group_sizes(said: Mapping[str, Any], size: int) -> None:
-    """Raise ValueError for a packed module whose groups have another size than those of all."""
+def _check_groups(said: Mapping[str, Any], size: int) -> None:
+    """Raise ValueError for targets that are no regular expressions, or a packed module whose groups
+    have another size than those of all."""
+    for name, group in said.get("config_groups", {}).items():
+        for target in group.get("targets", ()):
+            try:
+                re.compile(target[3:] if target[:3] == "re:" else "")
+            except re.error as error:
+                raise ValueError(f"config_groups.{name}.targets has {target!r}: {error}.") from None
     for field in ("dynamic", "extra_config"):
         for name, module in said.get(field, {}).items():
             own = module.get("group_size", size)
             if own != size and module.get("bits", 4) == 4:
-                raise ValueError(f"{field}.{name}.group_size={own}; that of all, {size}, is read")
+                raise ValueError(f"{field}.{name}.group_size is {own}; use that of all, {size}.")
 
 
 def _is_empty(value: Any) -> bool:
@@ -193,21 +165,21 @@ def _is_empty(value: Any) -> bool:
     return value is None or value == []
 
 
-_OFF = _only(False)
+_OFF = Literal[False]
 _SKIPPED = _fields("quant_method ignore ignored_layers exclude_modules modules_to_not_convert")
-_COMPRESSED = _only(
+_COMPRESSED = Literal[
     *("float-quantized", "int-quantized", "naive-quantized", "pack-quantized"),
     *("nvfp4-pack-quantized", "mixed-precision"),
-)
+]
 _GROUP = {
     **_fields("input_activations output_activations"),
-    **_fields("targets", _TARGETS),
+    **_fields("targets", list[str]),
     **_fields("format", _COMPRESSED),
     "weights": {
-        **_fields("num_bits", _only(4, 8)),
-        **_fields("type", _only("int", "float")),
+        **_fields("num_bits", Literal[4, 8]),
+        **_fields("type", Literal["int", "float"]),
         **_fields("dynamic", _OFF),
-        **_fields("actorder", _only(False, "weight", "static")),
+        **_fields("actorder", Literal[False, "weight", "static"]),
         **_fields("group_size", _GROUP_SIZE),
         **_fields("block_structure", _BLOCK),
         **_fields("symmetric", _FLAG),
@@ -218,20 +190,20 @@ _GROUP = {
 _MODELOPT = {
     **_fields(
         "quant_algo",
-        _only(
-            *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"),
-            *("NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"),
-        ),
+        Literal[
+            *("fp8", "fp8_per_channel_per_token", "fp8_pb_wo"),
+            *("nvfp4", "w4a16_nvfp4", "mixed_precision"),
+        ],
     ),
     **_fields("group_size", _GROUP_SIZE),
     **_fields("has_zero_point pre_quant_scale", _OFF),
 }
 _OF_TURNED = {
-    **_fields("bits w_bit", _only(4)),
+    **_fields("bits w_bit", Literal[4]),
     **_fields("group_size q_group_size", _GROUP_SIZE),
     **_fields("sym zero_point lm_head"),
     **_fields("desc_act", _FLAG),  # the tensors say whether columns have an order of their own
-    **_fields("data_type", _only("int")),
+    **_fields("data_type", Literal["int"]),
     **_fields("super_bits super_group_size", _OFF),
     # How the numbers were found, and what computes with them elsewhere.
     **_fields(
@@ -248,11 +220,11 @@ _OF_TURNED = {
         "use_cuda_fp16 use_exllama"
     ),
     **_fields("do_fuse is_marlin_format", _OFF),
-    **_fields("pack_dtype", _only("int32")),
+    **_fields("pack_dtype", Literal["int32"]),
 }
 """Rules that AWQ, GPTQ and AutoRound share."""
 _OF_MODULES = {**_OF_TURNED, **_fields("bits", _BITS)}
-_OF_MODULES |= _fields("data_type", _only("int", "float", "fp"))
+_OF_MODULES |= _fields("data_type", Literal["int", "float", "fp"])
 """Rules of single modules of these: 4 bits, or not packed."""
 _PACKINGS = {
     "auto": ("gptq", "gptq"),
@@ -270,9 +242,9 @@ _METHODS: dict[str, _Rules] = {
         **_SKIPPED,
         **_fields("weight_block_size", _BLOCK),
         **_fields("activation_scheme modules_to_convert dequantize"),
-        **_fields("fmt", _only("e4m3", "float8_e4m3fn")),
-        **_fields("scale_fmt", _only("float", "ue8m0")),
-        **_fields("expert_dtype", _only("fp8")),
+        **_fields("fmt", Literal["e4m3", "float8_e4m3fn"]),
+        **_fields("scale_fmt", Literal["float", "ue8m0"]),
+        **_fields("expert_dtype", Literal["fp8"]),
     },
     "mxfp4": {**_SKIPPED, **_fields("dequantize")},
     "modelopt": {
@@ -287,30 +259,30 @@ _METHODS: dict[str, _Rules] = {
         **_fields("format", _COMPRESSED),
         **_fields(
             "quantization_status",  # a stage of the work
-            _only("initialized", "calibration", "frozen", "compressed"),
+            Literal["initialized", "calibration", "frozen", "compressed"],
         ),
         **_fields("kv_cache_scheme global_compression_ratio version run_compressed"),
-        "sparsity_config": {**_fields("format", _only("dense")), "*": _UNUSED},
+        "sparsity_config": {**_fields("format", Literal["dense"]), "*": _UNUSED},
         "config_groups": {"*": _GROUP},
     },
     "awq": {
         **_SKIPPED,
         **_OF_TURNED,
-        **_fields("version format checkpoint_format", _only("gemm", "")),
-        **_fields("method", _only("awq")),
+        **_fields("version format checkpoint_format", Literal["gemm", ""]),
+        **_fields("method", Literal["awq"]),
         "dynamic": {"*": _OF_MODULES},
     },
     "gptq": {
         **_SKIPPED,
         **_OF_TURNED,
-        **_fields("checkpoint_format format", _only("gptq", "gptq_v2", "")),
-        **_fields("method", _only("gptq")),
+        **_fields("checkpoint_format format", Literal["gptq", "gptq_v2", ""]),
+        **_fields("method", Literal["gptq"]),
         "dynamic": {"*": _OF_MODULES},
     },
     "auto-round": {
         **_SKIPPED,
         **_OF_TURNED,
-        **_fields("packing_format", _only(*_PACKINGS)),
+        **_fields("packing_format", Literal[tuple(_PACKINGS)]),
         "extra_config": {"*": {**_OF_MODULES, **_fields("in_blocks")}},
     },
 }

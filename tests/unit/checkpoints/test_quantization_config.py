@@ -100,45 +100,52 @@ def nested(**weights) -> dict:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (COMPRESSED | {"transform_config": {"R1": {"type": "hadamard"}}}, r"transform_config=\{'R"),
-        (COMPRESSED | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config.format='sp"),
-        (COMPRESSED | {"moe_sparsity_config": {"layers": [3]}}, "moe_sparsity_config=.* not read"),
-        (COMPRESSED | {"format": "marlin-24"}, "format='marlin-24'; float-quantized, .* are read"),
-        (COMPRESSED | {"config_groups": {"W4A16": ["Linear"]}}, r"config_groups.W4A16=\['Linear"),
-        (COMPRESSED | nested(actorder="group"), "config_groups.g.weights.actorder='group'"),
-        (COMPRESSED | nested(num_bits=3), "config_groups.g.weights.num_bits=3; 4, 8 are read"),
-        (COMPRESSED | nested(hadamard=True), "weights.hadamard=True, a field that is not read"),
-        (GPTQ | {"checkpoint_format": "marlin"}, "gptq, gptq_v2 are read"),
-        (GPTQ | {"rotation": "hadamard"}, "rotation='hadamard', a field that is not read"),
-        (GPTQ | {"adapter": {"name": "lora"}}, "adapter="),
-        (GPTQ | {"dynamic": {"+:.*up.*": {"bits": 8}}}, r"dynamic.\+:.\*up.\*.bits=8"),
-        (GPTQ | {"dynamic": {"a": {"group_size": 64}}}, r"dynamic.a.group_size=64; .* 32, is read"),
+        (
+            COMPRESSED | {"transform_config": {"R1": {"type": "hadamard"}}},
+            r"transform_config is \{",
+        ),
+        (COMPRESSED | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config.format is"),
+        (COMPRESSED | {"moe_sparsity_config": {"layers": [3]}}, "moe_sparsity_config is"),
+        (COMPRESSED | {"format": "marlin-24"}, "format is 'marlin-24'; use 'float-quantized', "),
+        (COMPRESSED | {"config_groups": {"W4A16": ["Linear"]}}, r"config_groups.W4A16 is \["),
+        (COMPRESSED | nested(actorder="group"), "config_groups.g.weights.actorder is 'group'"),
+        (COMPRESSED | nested(num_bits=3), "config_groups.g.weights.num_bits is 3; use 4 or 8"),
+        (COMPRESSED | nested(hadamard=True), "weights.hadamard is True, a field that is not read"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "is 'marlin'; use 'gptq', 'gptq_v2'"),
+        (GPTQ | {"rotation": "hadamard"}, "rotation is 'hadamard', a field that is not read"),
+        (GPTQ | {"adapter": {"name": "lora"}}, "adapter is "),
+        (GPTQ | {"dynamic": {"+:.*up.*": {"bits": 8}}}, r"dynamic.\+:.\*up.\*.bits is 8"),
+        (GPTQ | {"dynamic": {"a": {"group_size": 64}}}, "dynamic.a.group_size is 64; .* 32"),
         (
             {"quant_method": "auto-round", "extra_config": {"a": {"group_size": 16}}},
-            "extra_config.a.group_size=16",
+            "extra_config.a.group_size is 16",
         ),
-        (GPTQ | {"pack_dtype": "int16"}, "pack_dtype='int16'; int32 are read"),
-        ({"quant_method": "awq", "version": "gemv"}, "version='gemv'; gemm are read"),
-        ({"quant_method": "auto-round", "packing_format": "auto_round:fp8"}, "packing_format="),
-        ({"quant_method": "auto-round", "rotation_config": {"size": 32}}, "rotation_config="),
+        (GPTQ | {"pack_dtype": "int16"}, "pack_dtype is 'int16'; use 'int32'"),
+        ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv'; use 'gemm'"),
+        ({"quant_method": "auto-round", "packing_format": "auto_round:fp8"}, "packing_format is "),
+        ({"quant_method": "auto-round", "rotation_config": {"size": 32}}, "rotation_config is "),
         (
             {"quant_method": "modelopt", "quant_algo": "NVFP4", "pre_quant_scale": True},
-            "pre_quant_scale=True; False are read",
+            "pre_quant_scale is True; use False",
         ),
         (
             {"quant_method": "modelopt", "quantized_layers": {"a": {"quant_algo": "W4A8_AWQ"}}},
-            "quantized_layers.a.quant_algo='W4A8_AWQ'",
+            "quantized_layers.a.quant_algo is 'w4a8_awq'",
         ),
-        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype='fp4'; fp8 are read"),
-        ({"quant_method": "fp8", "weight_scale_semantics": "inverse"}, "weight_scale_semantics="),
+        (COMPRESSED | {"config_groups": {"g": {"targets": ["re:["]}}}, r"g.targets has 're:\['"),
+        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype is 'fp4'; use 'fp8'"),
+        ({"quant_method": "fp8", "weight_scale_semantics": "inverse"}, "scale_semantics is"),
         ({"quant_method": "torchao", "quant_type": {}}, "quant_method='torchao'; fp8, "),
         ({"quant_method": None}, "quant_method=None"),
-        (GPTQ | {"group_size": "32"}, "group_size='32'; whole numbers from -1 on are read"),
-        (GPTQ | {"dynamic": {"a": {"bits": "4"}}}, "dynamic.a.bits='4'; 4, and 16 or more are"),
-        (COMPRESSED | {"config_groups": [1]}, r"config_groups=\[1\]; objects are read"),
-        (COMPRESSED | nested(block_structure="2:4"), "block_structure='2:4'; two whole numbers"),
-        (COMPRESSED | nested(symmetric="no"), "symmetric='no'; False, True are read"),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size=\[128\]; two"),
+        (GPTQ | {"group_size": "32"}, "group_size is '32'; it must be a whole number from -1"),
+        (GPTQ | {"dynamic": {"a": {"bits": "4"}}}, "dynamic.a.bits is '4'; it must be one of 4"),
+        (COMPRESSED | {"config_groups": [1]}, r"config_groups is \[1\]; it must be a mapping"),
+        (COMPRESSED | nested(block_structure="2:4"), "block_structure is '2:4'; it must be a list"),
+        (COMPRESSED | nested(symmetric="no"), "symmetric is 'no'; use False or True"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128]},
+            r"weight_block_size is \[128\]; it",
+        ),
     ],
 )
 def test_what_nobody_reads_is_refused_by_name(config, words):
@@ -167,7 +174,7 @@ def test_a_value_of_any_kind_is_read_or_refused_by_name(method, value):
             found = Quantization.read({"quant_method": method} | config, "config.json")
             assert found.announced(LAYER) <= {f"{LAYER}.g_idx", ZERO}
         except CheckpointError as error:
-            assert f"{'.'.join((*path, name))}=" in str(error) or name == "quant_method"
+            assert f" {'.'.join((*path, name))}" in str(error) or name == "quant_method"
 
 
 @pytest.mark.parametrize(
@@ -197,5 +204,5 @@ def test_groups_say_which_layers_have_zero_points(groups, expected):
 def test_a_field_that_says_nothing_is_no_reason_to_refuse(method):
     config = {"quant_method": method, "unknown": None, "others": {"of": []}}
     assert Quantization.read(config, "config.json").block_sizes
-    with pytest.raises(CheckpointError, match="unknown=1, a field that is not read"):
+    with pytest.raises(CheckpointError, match="unknown is 1, a field that is not read"):
         Quantization.read(config | {"unknown": 1}, "config.json")
