@@ -13,11 +13,11 @@ from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 from math import lcm
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import unquote
 
 from megatron_hybrid.text.guide_regex import found_in
-from megatron_hybrid.utils.validation import is_number
+from megatron_hybrid.utils.validation import Range, check_field, is_number
 
 MAX_WHITESPACE = 16
 """Most spaces and newlines in a row between two parts of a JSON answer. Without a limit a model may
@@ -47,6 +47,16 @@ _SCHEMA = {"items", "additionalProperties"}
 _LISTS = {"prefixItems", "anyOf", "oneOf", "allOf"}
 _MAPS = {"properties", "patternProperties"}
 _AS_THEY_ARE = {"type", "enum", "const", "required", "pattern", "format", "$ref", "uniqueItems"}
+_VALUES: dict[str, Any] = {
+    **dict.fromkeys(_COUNTS, Annotated[int, Range(ge=0, le=1 << 63)]),
+    **dict.fromkeys(_NUMBERS, float),
+    "multipleOf": Annotated[float, Range(gt=0)],
+    **dict.fromkeys(_MAPS, Mapping),
+    **dict.fromkeys(_LISTS, list),
+    "required": list[str],
+    **dict.fromkeys(("pattern", "format"), str),
+}
+"""Annotations of the values of keywords, where llguidance would take others."""
 _HELD = _COUNTS | _NUMBERS | _SCHEMA | _LISTS | _MAPS | _AS_THEY_ARE
 """All that are kept to."""
 
@@ -270,29 +280,14 @@ def _common_multiple(first: Fraction, second: Fraction) -> Fraction:
 
 def _check_value(name: str, value: Any) -> None:
     """Raise ValueError for a keyword's value that is none, where llguidance would not."""
-
-    def must_be(what: str) -> None:
-        raise ValueError(f"{name!r} must be {what}, got {value!r:.80}")
-
-    if name in _COUNTS and not (is_number(value) and value == int(value) and value >= 0):
-        must_be("an integer >= 0")
-    if name in _NUMBERS and not is_number(value):
-        must_be("a number")
     if name in _NUMBERS | {"const", "enum"}:
         check = partial(_check_digits, name)
         json.loads(json.dumps(value), parse_int=check, parse_float=check)
-    if name == "multipleOf" and value <= 0:
-        must_be("a number > 0")
-    if name in _MAPS and not isinstance(value, Mapping):
-        must_be("an object")
     if name == "items" and isinstance(value, list):
         _refuse("'items' as a list, which is 'prefixItems' by now,")
-    if name in _LISTS | {"required"} and not isinstance(value, list):
-        must_be("a list")
-    if name == "required" and not all(isinstance(each, str) for each in value):
-        must_be("a list of names")
-    if name in ("pattern", "format") and not isinstance(value, str):
-        must_be("a string")
+    if name in _COUNTS and is_number(value) and value == int(value):
+        value = int(value)
+    check_field(repr(name), value, _VALUES.get(name, Any))
     if name == "format" and value not in FORMATS:
         _refuse(f"the format {value!r:.80} (those held are {', '.join(FORMATS)})")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from megatron_hybrid.text import guide_regex, guide_schema
 from megatron_hybrid.text.guide_grammar import (
@@ -23,7 +23,7 @@ from megatron_hybrid.text.guide_grammar import (
     seq,
     text,
 )
-from megatron_hybrid.utils.validation import is_int
+from megatron_hybrid.utils.validation import Range, check_field, is_int
 
 MAX_DEPTH = 32
 """Most formats inside of each other."""
@@ -43,12 +43,16 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "triggered_tags": (*_TAGS, "triggers", "excludes"),
 }
 """Formats, and their fields in addition to `type`."""
+NotEmpty = Annotated[str, Range(ge=1)]
 _NEUTRAL = {"style": "json", "any_order": False}
 """Fields of `json_schema` -> what they always are."""
-_TEXTS = ("value", "begin", "end", "separator", "grammar", "pattern")
-_LISTS = ("elements", "tags", "triggers", "excludes")
-_CAN_MISS = ("excludes",)
-"""Fields that may be missing, of those that are lists or texts."""
+_VALUES: dict[str, Any] = {
+    **dict.fromkeys(("value", "begin", "end", "separator", "grammar", "pattern"), str),
+    **dict.fromkeys(("elements", "tags"), Annotated[list, Range(ge=1)]),
+    **dict.fromkeys(("triggers", "excludes"), Annotated[list[NotEmpty], Range(ge=1)]),
+    **dict.fromkeys(("at_least_one", "stop_after_first"), bool | None),
+}
+"""Annotations of their values. Of texts and lists `excludes` alone may be missing."""
 _TIMES = {"optional": (0, 1), "plus": (1, None), "star": (0, None)}
 
 
@@ -165,17 +169,6 @@ def _check_format(kind: Any, form: Mapping[str, Any]) -> None:
         is_neutral = kind == "json_schema" and value == _NEUTRAL.get(name)
         if name not in (*fields, "type") and not is_neutral:
             raise ValueError(f"{name!r} of the format {kind!r} is not supported: leave it out")
-    for name in fields:
-        value = form.get(name)
-        if name in _CAN_MISS and name not in form:
-            continue
-        if name in _TEXTS and not isinstance(value, str):
-            raise ValueError(f"the format {kind!r} needs {name!r}, a text, got {value!r:.80}")
-        if name in _LISTS and not (isinstance(value, list) and value):
-            raise ValueError(f"{name!r} must be a list that is not empty, got {value!r:.80}")
-        if name in ("triggers", "excludes") and not all(
-            isinstance(each, str) and each for each in value
-        ):
-            raise ValueError(f"{name!r} must be texts that are not empty, got {value!r:.80}")
-        if name in ("at_least_one", "stop_after_first") and value not in (None, False, True):
-            raise ValueError(f"{name!r} must be true or false, got {value!r:.80}")
+    for name in _VALUES.keys() & fields:
+        if name in form or name != "excludes":
+            check_field(f"{kind}.{name}", form.get(name), _VALUES[name])
