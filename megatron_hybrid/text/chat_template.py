@@ -165,8 +165,6 @@ class ChatTemplate:
             ValueError, TypeError: a message has no role or content, a part is no text, or the
                 arguments of a call are no JSON.
         """
-        if isinstance(messages, Mapping) or not all(isinstance(m, Mapping) for m in messages):
-            raise TypeError(f"messages must be a sequence of mappings, got {messages!r:.80}")
         check_messages(messages)
         found: list[dict[str, Any]] = []
         for index, given in enumerate(messages):

@@ -70,18 +70,16 @@ def format_of(tag: Any) -> Any:
         return tag.get("format")
     form: dict[str, Any] = {"type": "triggered_tags", "triggers": tag.get("triggers")}  # older
     form["at_least_one"] = tag.get("at_least_one", False)
-    structures = tag["structures"]
-    if not isinstance(structures, list):
-        raise ValueError(f"'structures' must be a list, got {structures!r:.80}")
-    form["tags"] = list(map(_tag_of, structures))
+    check_field("structures", tag["structures"], list[Mapping])
+    form["tags"] = [
+        {
+            "begin": each.get("begin"),
+            "content": {"type": "json_schema", "json_schema": each.get("schema", True)},
+            "end": each.get("end"),
+        }
+        for each in tag["structures"]
+    ]
     return form
-
-
-def _tag_of(structure: Any) -> dict[str, Any]:
-    if not isinstance(structure, Mapping):
-        raise ValueError(f"a structure must be an object, got {structure!r:.80}")
-    content = {"type": "json_schema", "json_schema": structure.get("schema", True)}
-    return {"begin": structure.get("begin"), "content": content, "end": structure.get("end")}
 
 
 def node_of(form: Any, depth: int = 0, kind: str | None = None) -> Node:

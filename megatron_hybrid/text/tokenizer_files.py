@@ -7,14 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tokenizers
 from tokenizers import decoders, pre_tokenizers
 
 from megatron_hybrid.text.chat_template import ChatTemplate
 from megatron_hybrid.utils.files import read_failure, read_json, replace_file, write_json
-from megatron_hybrid.utils.validation import is_int
+from megatron_hybrid.utils.validation import Range, check_field
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -30,6 +30,7 @@ _BYTE_LEVEL = ("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer", "Qwen3_5To
 _AS_WRITTEN = ("granitemoehybrid", "jamba", "kimi_linear", "minimax_m2", "olmo_hybrid")
 """Types of models of which `transformers` takes tokenizer.json as it is, whatever its class."""
 _MARK = "\u2581"  # for a space
+_END_TOKEN = Annotated[int, Range(ge=-1)]
 
 
 def find_tokenizer(folder: str | os.PathLike[str]) -> Path | None:
@@ -229,10 +230,8 @@ def _read_end_tokens(folder: Path, config: Mapping[str, Any]) -> list[int]:
             ids = values["text_config"].get("eos_token_id")
         if ids is None:
             continue
+        check_field(f"{folder / name}: eos_token_id", ids, _END_TOKEN | list[_END_TOKEN])
         ids = ids if isinstance(ids, list) else [ids]
-        if not all(is_int(i) for i in ids):
-            path = folder / name
-            raise ValueError(f"eos_token_id in {path} must be an int or a list of them, got {ids}")
         return [i for i in ids if i >= 0]  # -1 stands for none
     return []
 

@@ -247,7 +247,7 @@ def test_a_broken_conversation_is_named(folder, tmp_path):
     assert "a.jsonl:11: it is nested too deeply" in told[6]
     assert "a.jsonl:2 has no list in 'messages', but 'hello'" in told[0]
     assert "a.jsonl:3: the conversation has no answer" in told[1]
-    assert "a.jsonl:4: messages must be a sequence of mappings" in told[2]
+    assert "a.jsonl:4: message 0 of the chat is of type" in told[2]
 
 
 def test_files_that_cannot_be_read_are_named(folder, tmp_path):
