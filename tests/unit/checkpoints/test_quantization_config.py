@@ -100,10 +100,7 @@ def nested(**weights) -> dict:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (
-            COMPRESSED | {"transform_config": {"R1": {"type": "hadamard"}}},
-            r"transform_config is \{",
-        ),
+        (COMPRESSED | {"transform_config": {"R1": {"type": "hadamard"}}}, "transform_config is"),
         (COMPRESSED | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config.format is"),
         (COMPRESSED | {"moe_sparsity_config": {"layers": [3]}}, "moe_sparsity_config is"),
         (COMPRESSED | {"format": "marlin-24"}, "format is 'marlin-24'; use 'float-quantized', "),
@@ -141,11 +138,7 @@ def nested(**weights) -> dict:
         (GPTQ | {"dynamic": {"a": {"bits": "4"}}}, "dynamic.a.bits is '4'; it must be one of 4"),
         (COMPRESSED | {"config_groups": [1]}, r"config_groups is \[1\]; it must be a mapping"),
         (COMPRESSED | nested(block_structure="2:4"), "block_structure is '2:4'; it must be a list"),
-        (COMPRESSED | nested(symmetric="no"), "symmetric is 'no'; use False or True"),
-        (
-            {"quant_method": "fp8", "weight_block_size": [128]},
-            r"weight_block_size is \[128\]; it",
-        ),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size is \[128"),
     ],
 )
 def test_what_nobody_reads_is_refused_by_name(config, words):
