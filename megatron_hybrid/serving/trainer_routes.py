@@ -6,30 +6,24 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Literal
 
 from fastapi import Depends, FastAPI, Query
-from pydantic import BaseModel, ConfigDict
 
 from megatron_hybrid.distributed.watchdog import RankFailedError
 from megatron_hybrid.inference.weights.transfer import TrainerError
 from megatron_hybrid.serving.http.errors import ApiError
 from megatron_hybrid.serving.protocols import schemas
+from megatron_hybrid.serving.protocols.fields import Fields
 from megatron_hybrid.serving.routes import operator_routes
 from megatron_hybrid.serving.service import Service
 
 
-class TrainerFields(BaseModel):
-    """Body of a trainer's route."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-
-class InitFields(TrainerFields):
+class InitFields(Fields):
     """Body of /init_weight_transfer_engine."""
 
     init_info: schemas.Json
     """The group of the trainer: `master_address`, `master_port`, `rank_offset` and `world_size`."""
 
 
-class UpdateFields(TrainerFields):
+class UpdateFields(Fields):
     """Body of /update_weights."""
 
     update_info: schemas.Json
@@ -38,7 +32,7 @@ class UpdateFields(TrainerFields):
     rank reads the tensors from its GPU's memory instead."""
 
 
-class FinishFields(TrainerFields):
+class FinishFields(Fields):
     """Body of /finish_weight_update."""
 
     weight_version: str | None = None
