@@ -157,11 +157,9 @@ class ModelWork:
     """Operations of the logits of a token."""
     state_bytes: int
     """Recurrent states and convolution tails of a sequence."""
-    checkpoint_bytes: int
-    """Bytes that are copied to resume: states and the last hidden state, as a checkpoint has them.
-    Blocks of windows are not copied; 0: nothing is."""
-    slot_bytes: int
-    """The same in a live slot."""
+    restored_bytes: int
+    """Bytes that are moved to resume: states and the last hidden state, as a checkpoint has them and
+    as a live slot has them. Blocks of windows are not copied; 0: nothing is."""
 
     @classmethod
     def of(cls, model: HybridModel, spec: CacheSpec) -> ModelWork:
@@ -179,7 +177,7 @@ class ModelWork:
                 count, topk = config.num_moe_experts, config.moe_router_topk
                 experts.append(Experts(count, topk, num_bytes(routed)))
         output = model.shared_embedding_or_output_weight()
-        slot_bytes = spec.state_bytes + spec.hidden_bytes
+        restored = spec.checkpoint_bytes + spec.state_bytes + spec.hidden_bytes
         return cls(
             layer_bytes=dense,
             output_bytes=num_bytes([output]),
@@ -188,8 +186,7 @@ class ModelWork:
             layer_flops=2 * token_flops(model)[0],
             output_flops=2 * output.numel(),
             state_bytes=spec.state_bytes,
-            checkpoint_bytes=spec.checkpoint_bytes if spec.needs_state else 0,
-            slot_bytes=slot_bytes if spec.needs_state else 0,
+            restored_bytes=restored if spec.needs_state else 0,
         )
 
     def forward(self, sequences: Sequence[tuple[int, int]], num_logits: int | None = None) -> Work:
@@ -220,7 +217,7 @@ class ModelWork:
 
     def restore(self) -> Work:
         """A checkpoint copied to a live slot: read once, written once."""
-        return Work(self.checkpoint_bytes + self.slot_bytes)
+        return Work(self.restored_bytes)
 
     def first_token(self, length: int, restored: int, max_tokens: int) -> Iterator[Work]:
         """All until the first token of a prompt, of which `restored` leading tokens are not

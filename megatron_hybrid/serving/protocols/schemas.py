@@ -66,13 +66,16 @@ class CompletionChoice(Choice):
     prompt_logprobs: NotRequired[list[Json | None]]
 
 
-class Completion(TypedDict):
+class Generated(TypedDict):
     id: str
-    object: Literal["text_completion"]
     created: NonNegativeInt
     model: str
-    choices: list[CompletionChoice]
     usage: Usage
+
+
+class Completion(Generated):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
 
 
 CalledFunction = create_model("CalledFunction", name=(str, ...), arguments=(str, ...))
@@ -96,13 +99,9 @@ class ChatChoice(Choice):
     message: ChatMessage
 
 
-class Chat(TypedDict):
-    id: str
+class Chat(Generated):
     object: Literal["chat.completion"]
-    created: NonNegativeInt
-    model: str
     choices: list[ChatChoice]
-    usage: Usage
     prompt_token_ids: NotRequired[list[NonNegativeInt]]
     prompt_logprobs: NotRequired[list[Json | None]]
 
