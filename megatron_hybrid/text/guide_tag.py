@@ -43,13 +43,13 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "triggered_tags": (*_TAGS, "triggers", "excludes"),
 }
 """Formats, and their fields in addition to `type`."""
-NotEmpty = Annotated[str, Range(ge=1)]
 _NEUTRAL = {"style": "json", "any_order": False}
 """Fields of `json_schema` -> what they always are."""
+_Text = Annotated[str, Range(ge=1)]
 _VALUES: dict[str, Any] = {
     **dict.fromkeys(("value", "begin", "end", "separator", "grammar", "pattern"), str),
     **dict.fromkeys(("elements", "tags"), Annotated[list, Range(ge=1)]),
-    **dict.fromkeys(("triggers", "excludes"), Annotated[list[NotEmpty], Range(ge=1)]),
+    **dict.fromkeys(("triggers", "excludes"), Annotated[list[_Text], Range(ge=1)]),
     **dict.fromkeys(("at_least_one", "stop_after_first"), bool | None),
 }
 """Annotations of their values. Of texts and lists `excludes` alone may be missing."""

@@ -158,8 +158,8 @@ class ModelWork:
     state_bytes: int
     """Recurrent states and convolution tails of a sequence."""
     restored_bytes: int
-    """Bytes that are moved to resume: states and the last hidden state, as a checkpoint has them and
-    as a live slot has them. Blocks of windows are not copied; 0: nothing is."""
+    """Bytes that are moved to resume: states and the last hidden state, as a checkpoint has them
+    and as a live slot has them. Blocks of windows are not copied; 0: nothing is."""
 
     @classmethod
     def of(cls, model: HybridModel, spec: CacheSpec) -> ModelWork:
