@@ -42,6 +42,7 @@ def without_k_proj(tensors):
         ({"hidden_act": "mish"}, "has hidden_act='mish'; supported are silu"),
         ({"hidden_size": None}, "lacks 'hidden_size'"),
         ({"hidden_size": "32"}, "config.json: hidden_size is '32'; it must be a whole number"),
+        ({"head_dim": 8.0}, "head_dim is 8.0; it must be a whole number"),
         ({"num_hidden_layers": 10**7}, "10000000; it must be a whole number from 0 to 10000"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; it must be a number"),
         ({"rms_norm_eps": None}, "layernorm_epsilon is None; it must be a number"),
