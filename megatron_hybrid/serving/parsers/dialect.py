@@ -357,3 +357,10 @@ def repeated(
         "at_least_one": True,
         "stop_after_first": not several,
     }
+
+
+def headed(functions: Sequence[Json], head: str, several: bool) -> Json:
+    """A call, or several, of arguments as JSON after a header, which has {} for the name."""
+    return repeated(
+        functions, lambda each: (head.format(each["name"]), json_schema(each), ""), several, ""
+    )

@@ -15,8 +15,7 @@ from megatron_hybrid.serving.parsers.dialect import (
     Json,
     ReasoningFormat,
     checked,
-    json_schema,
-    repeated,
+    headed,
 )
 
 _MESSAGE = "<|message|>"
@@ -48,16 +47,8 @@ class Harmony(Dialect):
 
     def form(self, functions: Sequence[Json], several: bool) -> Json:
         """One call: its end ends the answer."""
-        return repeated(
-            functions,
-            lambda each: (
-                f"<|channel|>commentary to=functions.{each['name']} <|constrain|>json{_MESSAGE}",
-                json_schema(each),
-                "",
-            ),
-            False,
-            "",
-        )
+        head = f"<|channel|>commentary to=functions.{{}} <|constrain|>json{_MESSAGE}"
+        return headed(functions, head, several=False)
 
 
 OPENAI = Harmony()

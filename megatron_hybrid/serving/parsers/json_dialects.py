@@ -23,8 +23,7 @@ from megatron_hybrid.serving.parsers.dialect import (
     TaggedJson,
     Tools,
     call_or_text,
-    json_schema,
-    repeated,
+    headed,
 )
 
 _CALL, _PARAMETERS = '{"name": "', '"name": {}, "parameters": '
@@ -111,12 +110,7 @@ class Mistral(TaggedJson):
     def form(self, functions: Sequence[Json], several: bool) -> Json:
         if not self.writes_names:
             return super().form(functions, several)
-        return repeated(
-            functions,
-            lambda each: (f"{self.begin}{each['name']}[ARGS]", json_schema(each), ""),
-            several,
-            "",
-        )
+        return headed(functions, f"{self.begin}{{}}[ARGS]", several)
 
 
 _INNER = ("[ARGS]", "[CALL_ID]")
