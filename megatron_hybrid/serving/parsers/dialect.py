@@ -299,15 +299,13 @@ def json_schema(function: Json) -> Json:
     return {"type": "json_schema", "json_schema": {**schema, "type": "object"}}
 
 
-def text_format(text: str) -> Json:
-    """A text as it is."""
-    return {"type": "const_string", "value": text}
-
-
 def sequence(*parts: str | Json) -> Json:
     """One after the other; texts as they are."""
-    formats = [text_format(each) if isinstance(each, str) else each for each in parts if each]
-    return {"type": "sequence", "elements": formats or [{"type": "const_string", "value": ""}]}
+    formats = [
+        {"type": "const_string", "value": each} if isinstance(each, str) else each
+        for each in [part for part in parts if part] or [""]
+    ]
+    return {"type": "sequence", "elements": formats}
 
 
 def optional(form: Json) -> Json:

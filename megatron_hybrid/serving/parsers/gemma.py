@@ -8,7 +8,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from megatron_hybrid.serving.parsers.dialect import (
     Dialect,
@@ -19,7 +18,6 @@ from megatron_hybrid.serving.parsers.dialect import (
     joined,
     repeated,
     sequence,
-    text_format,
 )
 from megatron_hybrid.serving.parsers.json_text import value_end
 from megatron_hybrid.serving.parsers.schemas import Schema
@@ -60,10 +58,8 @@ class Gemma(Dialect):
         """A text between marks, or a value that JSON writes alike, if nothing in it is a text."""
         if "string" not in schema.types(name):
             return schema.form(name)
-        texts: list[Any] = list(map(text_format, schema.choices(name)))
-        one = {"type": "or", "elements": texts} if texts else None
         quote = self.quotes[0]
-        return sequence(quote, one or {"type": "any_text", "excludes": [quote]}, quote)
+        return sequence(quote, schema.text_form(name, quote), quote)
 
 
 def _as_json(found: re.Match) -> str:

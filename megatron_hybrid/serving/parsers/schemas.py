@@ -65,13 +65,18 @@ class Schema:
             return json.dumps(text, ensure_ascii=False)
         return bare
 
-    def choices(self, name: str) -> list[str]:
-        """Texts that a parameter is one of; none: any."""
+    def text_form(self, name: str, end: str) -> Json:
+        """A text as a format of a structural tag: one of those that a parameter may be, if its
+        schema says which, else any up to `end`."""
         given = self.properties.get(name)
         schema = self._resolved(given) if isinstance(given, dict) else {}
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         values = values if isinstance(values, list) else []
-        return [text if isinstance(text, str) else json.dumps(text) for text in values]
+        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+        forms = [{"type": "const_string", "value": text} for text in texts]
+        return (
+            {"type": "or", "elements": forms} if forms else {"type": "any_text", "excludes": [end]}
+        )
 
     def form(self, name: str) -> Json:
         """A parameter's JSON as a format of a structural tag, by its schema and the one that its

@@ -23,7 +23,6 @@ from megatron_hybrid.serving.parsers.dialect import (
     optional,
     repeated,
     sequence,
-    text_format,
 )
 from megatron_hybrid.serving.parsers.schemas import Schema
 
@@ -209,10 +208,7 @@ class TaggedParameters(Dialect):
         before, after = (text.format(name, is_text) for text in self.parameter)
         end, content = self.newline + after, schema.form(name)
         if "string" in schema.types(name):
-            texts = schema.choices(name)
-            content = {"type": "or", "elements": list(map(text_format, texts))}
-            if not texts:
-                content = {"type": "any_text", "excludes": [end]}
+            content = schema.text_form(name, end)
         form = sequence(before + self.newline, content, end + self.gap)
         return form if name in schema.required else optional(form)
 
