@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
-from math import lcm
+from math import lcm, ulp
 from typing import Annotated, Any
 from urllib.parse import unquote
 
@@ -43,6 +43,9 @@ _ANNOTATIONS = {
 """Keywords that forbid nothing. Schemas in `$defs` count where a `$ref` leads to them."""
 _COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 _NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+_SIDES = {"exclusiveMinimum": 1, "exclusiveMaximum": -1}
+"""Where numbers lie. Llguidance allows a whole limit itself if a fraction less than 1 away is the
+other one: it is moved there, by as little as surely counts."""
 _SCHEMA = {"items", "additionalProperties"}
 _LISTS = {"prefixItems", "anyOf", "oneOf", "allOf"}
 _MAPS = {"properties", "patternProperties"}
@@ -155,6 +158,9 @@ class _Schemas:
         self._count = 0
         self._is_open = False
         self._multiple = Fraction(1)
+        floats: list[float] = []
+        json.loads(json.dumps(root), parse_float=lambda each: floats.append(float(each)))
+        self._floors = {each // 1 for each in floats if each % 1}
         top = self._schema(root, 0)
         definitions: dict[str, Any] = {}
         while self._waiting:
@@ -211,6 +217,9 @@ class _Schemas:
         _check_value(name, value)
         if name in _COUNTS:
             return int(value)
+        side = _SIDES.get(name, 0)
+        if side and side * value >= 0 and value - (side < 0) in self._floors:
+            return value + side * max(4 * ulp(value), 1e-22)
         if name == "multipleOf":
             self._multiple = _common_multiple(self._multiple, Fraction(repr(value)))
             return value

@@ -146,6 +146,12 @@ FORMATS = st.sampled_from(["date", "ipv4", "uuid", "email", "ipv6", "date-time",
 SCHEMA_PATTERNS = st.sampled_from(["^a", "a$", "^[a-c]{1,3}$", "a|b", r"\d", "^.$", "^(?!a)", "^x"])
 SOME = {"title": st.just("T"), "default": VALUES, "$comment": st.just("c"), "x-y": st.just(1)}
 NUMERIC = {name: NUMBERS for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")}
+RANGES = st.builds(
+    lambda low, high, start, size: {"type": "number", low: start, high: start + size},
+    st.sampled_from(["minimum", "exclusiveMinimum"]),
+    st.sampled_from(["maximum", "exclusiveMaximum"]),
+    *(st.integers(-2, 2) | NUMBERS, st.sampled_from([0.25, 0.5, 1, 2.5])),
+)
 REF = st.sampled_from(["#", "#/$defs/a", "#/$defs/b"]).map(lambda ref: {"$ref": ref})
 
 
@@ -170,6 +176,7 @@ def leaves() -> st.SearchStrategy:
     lengths = {"minLength": SIZES, "maxLength": st.integers(0, 6)}
     return st.one_of(
         typed({**NUMERIC, **SOME, "multipleOf": st.just(3)}, "integer", "number"),
+        RANGES,
         typed(lengths, "string"),
         typed({"pattern": SCHEMA_PATTERNS, "format": FORMATS, **SOME, **lengths}, "string"),
         some_of(enums, enum=st.lists(VALUES, min_size=1, max_size=4)),

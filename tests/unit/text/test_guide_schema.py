@@ -125,6 +125,8 @@ TREE = {
         ({"enum": [1, True, "ab"], "const": True}, ["true"], ["1"]),
         ({"type": ["integer", "null"], "maximum": 5}, ["5", "-7", "null"], ["6", "1.5"]),
         ({"type": "integer", "exclusiveMinimum": 9, "maximum": 120}, ["10", "120"], ["9", "121"]),
+        ({"exclusiveMinimum": 0, "allOf": [{"maximum": 0.5}]}, ["0.5", "0.001"], ["0", "0.0"]),
+        ({"exclusiveMaximum": -2, "minimum": -2.5}, ["-2.5", "-2.01"], ["-2", "-2.0"]),
         ({"type": "number", "exclusiveMinimum": 0.1}, ["0.2", "0.10001"], ["0.1", "0.10", "0"]),
         ({"type": "number", "minimum": -1.5, "maximum": 0}, ["-1.5", "0", "-0.7"], ["-1.51", "1"]),
         ({"type": "string", "minLength": 2}, [r'"\n\u00e9"', '"ab"'], ['"a"', r'"\ud800\ud800"']),
