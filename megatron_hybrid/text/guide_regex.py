@@ -53,6 +53,9 @@ def found_in(pattern: str) -> str:
     """Write the texts in which a pattern of JSON Schema is found, by the rules of ECMAScript (with
     the flag u) as well as by Python's: where these differ, those by both. `$` is the end alone.
 
+    Only sets with both `"` and `\\` keep NUL: in a JSON string, llguidance takes these two for
+    members of each set that has all control characters.
+
     Raises:
         ValueError: the pattern is wrong, or has what no grammar holds.
     """
@@ -113,7 +116,7 @@ class _Reader:
         self._check_escape(piece)
         if (name := piece[1].lower()) in _ASCII:
             return f"[{_ASCII[name]}]" if piece[1] == name else f"[^{self._most[name]}]"
-        return escaped(_character(piece))
+        return self._literal(_character(piece))
 
     def _set(self, piece: str) -> str:
         negates = piece[1] == "^"
@@ -135,7 +138,9 @@ class _Reader:
                 written += "-"
             else:
                 written += escaped(_character(member))
-        return f"[{'^' if negates else ''}{written}]"
+        written = f"[{'^' if negates else ''}{written}]"
+        held = re.findall(piece, '\0"\\') if self._is_schema else ()
+        return rf"[{written}--\x00]" if "\0" in held and len(held) < 3 else written
 
     def _group(self, piece: str) -> str:
         if piece != "(?:" and (self._is_schema or piece[-1] != ">" or piece == "(?>"):
@@ -151,12 +156,17 @@ class _Reader:
             piece = "{0" + piece[1:]
         return piece[0] + piece[1:].removesuffix("?")
 
+    def _literal(self, character: str) -> str:
+        if self._is_schema and character == "\0":
+            _refuse("NUL")
+        return escaped(character)
+
     def _sign(self, piece: str) -> str:
         if piece == ".":
             return r"[^\n\r\x{2028}\x{2029}]" if self._is_schema else "(?s:.)"
         if self._is_schema and piece == "{":
             _refuse("'{' that begins no count")
-        return {"(": "(?:", ")": ")", "|": "|"}.get(piece) or escaped(piece)
+        return {"(": "(?:", ")": ")", "|": "|"}.get(piece) or self._literal(piece)
 
     def _check_escape(self, piece: str) -> None:
         if piece[0] == "\\" and self._is_schema and piece[1] not in _SCHEMA_ESCAPES:

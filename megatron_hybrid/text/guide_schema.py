@@ -127,8 +127,8 @@ _INTEGERS = {
 _WHITESPACE = {"whitespace_pattern": rf"[ \n\r\t]{{1,{MAX_WHITESPACE}}}"}
 _ESCAPES = {"json_allow_general_unicode_escapes": True}
 _NAMED_ONCE = {"json_allowed_escapes": 'nrbtf\\"'}
-"""Options of open objects. Without \\u a name has one spelling: another one of a declared name
-passes for no new name."""
+"""Options of open objects, and of patterns of names. Without \\u a name has one spelling: another
+one of a declared name passes for no new name."""
 
 
 def prepared(schema: Any) -> dict[str, Any]:
@@ -170,6 +170,9 @@ class _Schemas:
         whole = top if isinstance(top, dict) else {"allOf": [top]}
         options = _WHITESPACE | (_NAMED_ONCE if self._is_open else _ESCAPES)
         self.whole = {**whole, "$defs": definitions, "x-guidance": options}
+        text = json.dumps(self.whole)
+        if '"patternProperties"' in text and "\\u0000" in text:  # sets of names may not hold it
+            _refuse("NUL in a schema with 'patternProperties'")
 
     def _schema(self, schema: Any, depth: int) -> Any:
         if isinstance(schema, bool):
@@ -195,8 +198,9 @@ class _Schemas:
         most = len({*found.get("required", ())}) + 1
         if found.get("minProperties", 0) > most:  # a free name may come twice, and counts as two
             _refuse(f"'minProperties' above {most}, the required ones and one more")
-        if found.keys() & {"properties", "required"} and (
-            found.get("additionalProperties") is not False or "patternProperties" in found
+        if "patternProperties" in found or (
+            found.keys() & {"properties", "required"}
+            and found.get("additionalProperties") is not False
         ):
             self._is_open = True
         if (own := _OWN_FORMATS.get(found.get("format"))) is not None:

@@ -76,6 +76,8 @@ def test_a_regex_holds_from_end_to_end(pattern, yes, no):
         (r"^\D$", ["é"], ["٣", "3"]),
         ("^.$", ["a", "\t"], ["\n", "\u2028"]),
         (r'^["\\/\n]$', ['"', "\\", "/", "\n"], ["a"]),
+        (r'^[^\\/:*?"<>|]+$', ["a b.c", "\x01\n"], ['a"', "a\\", '"', "a/b"]),
+        (r'^([^"\n]|\n)[\x00-\x1f]$', ["\n\x1f"], ['"\n', '\n"', "\n\\"]),
     ],
 )
 def test_a_pattern_of_a_schema_is_searched_by_the_rules_of_ecmascript_and_python(pattern, yes, no):
