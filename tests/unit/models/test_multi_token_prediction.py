@@ -200,8 +200,8 @@ def test_serving_and_evaluation_run_the_model_alone():
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"mtp_num_layers": 1}, "mtp_num_layers is 1, but layer_pattern 'MG.*' has 2 parts behind"),
-        ({"pattern": "M*", "mtp_num_layers": 1}, "has 0 parts behind '/'. Leave mtp_num_layers"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers is 1, but layer_pattern 'MG.*' has 2 parts after"),
+        ({"pattern": "M*", "mtp_num_layers": 1}, "has 0 parts after '/'. Leave mtp_num_layers"),
         ({"pipeline_model_parallel_size": 2}, "has no embedding. Use one stage"),
         ({"pattern": "M/E"}, "num_moe_experts is None"),
     ],

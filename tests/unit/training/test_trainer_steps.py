@@ -345,7 +345,7 @@ def test_an_evaluation_that_a_kill_interrupted_is_made_again(text, tmp_path, ste
         (tmp_path / name).touch()
     assert train(chosen, tmp_path).progress == whole.progress
     train(chosen, tmp_path)  # nothing is left to do
-    assert not list(tmp_path.rglob(".*"))
+    assert not list(tmp_path.rglob(".*.tmp"))
     lines = [
         [(one["step"], one.get("loss"), one.get("eval_loss")) for one in read_log(folder / LOG)]
         for folder in (tmp_path, tmp_path / "whole")
