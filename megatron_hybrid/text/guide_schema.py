@@ -119,6 +119,8 @@ _OWN_FORMATS = {
 59, a host name has up to 253 characters, addresses may end in those of IPv4, and mailboxes be
 quoted (RFC 5321)."""
 FORMATS = (*_OWN_FORMATS, "duration", "uuid", "uri")
+_FREE_FORMATS = ("double", "float", "password", "binary", "path")
+"""Formats of OpenAPI and pydantic that forbid nothing."""
 _INTEGERS = {
     "int32": {"minimum": -(1 << 31), "maximum": (1 << 31) - 1},
     "int64": {"minimum": -(10**18), "maximum": (1 << 63) - 1},
@@ -187,7 +189,8 @@ class _Schemas:
         if "$id" in schema and schema is not self._root:
             _refuse("'$id' in an inner schema")
         limits = _limits(schema)
-        left_out = {"uniqueItems", "format"} if limits else {"uniqueItems"}
+        is_free = limits or schema.get("format") in _FREE_FORMATS
+        left_out = {"uniqueItems", "format"} if is_free else {"uniqueItems"}
         found = {
             name: self._value(name, value, schema, depth + 1)
             for name, value in schema.items()

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import cached_property, partial
-from itertools import islice
+from itertools import filterfalse, islice
 from pathlib import Path
 from typing import Any
 
@@ -550,7 +550,7 @@ class Trainer:
             for name, value in (fields[section] or {}).items()
         }
         own = {*_LOSS_FIELDS, *fields["model"]} - {"pretrained", *SAVED_FIELDS} | {"params_dtype"}
-        own = {name for name in own if not _FREE_OF_MODEL.search(name)}
+        own = filterfalse(_FREE_OF_MODEL.search, own)
         kept |= {f"model.{name}": str(getattr(config, name)) for name in own}
         is_own = type(self.loss) not in _SHIPPED and is_dataclass(self.loss)
         return {name: value for name, value in kept.items() if name not in _FREE_FIELDS} | {

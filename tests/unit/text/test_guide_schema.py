@@ -91,6 +91,8 @@ TREE = {
     [
         ({"minimum": 3}, ["3", "4.5"], ["1", "2.99", "-3"]),
         ({"type": "integer", "format": "int32"}, [f"{-(2**31)}"], [f"{2**31}", "1.5"]),
+        ({"type": "number", "format": "double"}, ["1.5"], ['"1"']),
+        ({"type": "string", "format": "path"}, ['"a/b"'], ["1"]),
         (
             {"type": ["integer", "null"], "format": "int64", "minimum": 7},
             [f"{2**63 - 1}", "null"],
