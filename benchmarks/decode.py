@@ -2,7 +2,7 @@
 
 A forward is a tape (`ops.tape`). What bounds batch 1: products (`ops.linear`) take half of a step
 and as long as theirs (0.6 of that at 4 and 8), scheduling, layout, draws and a look at all weights
-a sixth, and attention, which gathers pages and pads queries to four rows, another sixth.
+a seventh, and attention, which gathers pages and pads queries to four rows, another sixth.
 """
 
 import statistics
