@@ -261,8 +261,8 @@ async def _answer(
         tenant = service.auth.tenant_of(state.key)
         options = request_options(fields, salt, tenant, guide, request.headers, adapter)
         id, model = prefix + ticket.request_id, fields.model or service.config.model_name
-        style = prepared.style, prepared.is_thinking
-        answer = form(Answer(service.tokenizer, fields, id, model, *style, prompts))
+        style, thinks = prepared.style, prepared.is_thinking
+        answer = form(Answer(service.tokenizer, fields, id, model, style, thinks, prompts))
         headers = header_of(fields.changes)
         for change in headers.values():
             logger.info("request %s: %s", ticket.request_id, change)

@@ -31,11 +31,7 @@ from megatron_hybrid.checkpoints.pretrained import model_folder
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.compat import quiet_core
 from megatron_hybrid.distributed.ranks import fail_together
-from megatron_hybrid.models.config.hybrid_config import (
-    SAVED_FIELDS,
-    HybridConfig,
-    decode_fields,
-)
+from megatron_hybrid.models.config.hybrid_config import SAVED_FIELDS, HybridConfig, decode_fields
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.one_rank_draw import draw_as_one_rank
 from megatron_hybrid.models.packed_weight import require_unpacked

@@ -15,7 +15,8 @@ Positive = Annotated[int, Range(ge=1)]
 Priority = Annotated[int, Range(ge=-(1 << 63), le=(1 << 63) - 1)]
 MAX_BREAKPOINTS = 4096
 """Most positions that one request may declare: each costs several lookups."""
-Salt = Annotated[str, Range(le=4096)]
+MAX_SALT = 4096
+Salt = Annotated[str, Range(le=MAX_SALT)]
 """It is kept as long as a prefix with it."""
 
 

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_hybrid.inference.requests.options import MAX_BREAKPOINTS, Positive, Priority
+from megatron_hybrid.inference.requests.options import MAX_BREAKPOINTS, MAX_SALT, Positive, Priority
 from megatron_hybrid.inference.sampling_params import (
     Bias,
     Penalty,
@@ -305,7 +305,7 @@ class ResponseFormat(Fields):
 
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[str], Field(min_length=1)]
-Salt = Annotated[str, Field(min_length=1, max_length=4096)]
+Salt = Annotated[Text, Field(max_length=MAX_SALT)]
 Object = dict[str, Any]
 Message = Annotated[Object, WithJsonSchema(MESSAGE)]
 Something = Annotated[Object, Field(min_length=1)]
@@ -778,7 +778,7 @@ class DetokenizeFields(Body):
 class ExplainFields(TokenizeFields):
     """Body of /cache/explain."""
 
-    cache_salt: Salt | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT)] | None = None
     """Explain the prompt of a request with this salt."""
     api_key: str | None = None
     """Explain the prompt of a request with this key. By default it is the key that asks. Each of
