@@ -223,11 +223,11 @@ def core_groups() -> None:
 
 
 @contextlib.contextmanager
-def on_cpu(monkeypatch=pytest.MonkeyPatch):
+def on_cpu():
     """Within it, megatron-core's hybrid modules build and run on the CPU."""
     core_groups()
     tracker = SimpleNamespace(fork=contextlib.nullcontext)
-    with monkeypatch.context() as patch, torch.compiler.set_stance("force_eager"):
+    with pytest.MonkeyPatch.context() as patch, torch.compiler.set_stance("force_eager"):
         patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
         # Core's token dispatchers copy sizes to the host on a stream of their own.
         event = SimpleNamespace(synchronize=lambda: None)

@@ -102,11 +102,11 @@ def test_gradients_of_kimi_delta_attention_with_its_options(fields):
         *([] if stock_megatron.IS_0_16 else [("MG*-", {})]),
     ],
 )
-def test_gradients_are_those_of_core(monkeypatch, pattern, fields):
+def test_gradients_are_those_of_core(pattern, fields):
     """Of its MambaModel (0.16) or HybridModel, loaded with the same weights."""
     ours = small_model(pattern, deterministic_mode=True, **fields)
     tokens, labels = random_tokens(2, 33), random_tokens(2, 33)
-    with stock_megatron.on_cpu(monkeypatch):
+    with stock_megatron.on_cpu():
         stock = stock_megatron.mamba_model(ours.config).train()
         stock_megatron.scramble(stock)
         ours.load_state_dict(stock.state_dict(), strict=True)

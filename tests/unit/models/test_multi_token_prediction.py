@@ -91,11 +91,11 @@ if not stock_megatron.IS_0_16:  # whose hybrid model has none
     @pytest.mark.parametrize(
         "fields", [{}, {"calculate_per_token_loss": True}, {"mtp_use_repeated_layer": True}]
     )
-    def test_core_computes_the_same(fields, monkeypatch):
+    def test_core_computes_the_same(fields):
         per_token = "calculate_per_token_loss" in fields
         own = model("M*-/*M/*M", **fields)
         expected = dict(own.named_parameters())
-        with stock_megatron.on_cpu(monkeypatch):
+        with stock_megatron.on_cpu():
             stock = stock_megatron.mamba_model(own.config).train()
             names = {canonical_name(name): name for name, _ in stock.named_parameters()}
             assert names.keys() == expected.keys()

@@ -24,10 +24,10 @@ def config(pattern, **fields):
     return small_config(pattern, **{**own, **fields})
 
 
-def compare(monkeypatch, model_config, tolerance=2e-5):
+def compare(model_config, tolerance=2e-5):
     ours = build_hybrid_model(model_config).eval()
     tokens = torch.randint(0, model_config.vocab_size, (3, 37))
-    with stock_megatron.on_cpu(monkeypatch), torch.no_grad():
+    with stock_megatron.on_cpu(), torch.no_grad():
         stock = stock_megatron.mamba_model(model_config).eval()
         scramble(stock)
         expected = stock(tokens, position_ids=None, attention_mask=None)
@@ -56,16 +56,16 @@ def compare(monkeypatch, model_config, tolerance=2e-5):
         *([] if stock_megatron.IS_0_16 else [("MG*-G", {})]),
     ],
 )
-def test_stock_model_gives_the_same_logits(monkeypatch, pattern, fields):
-    compare(monkeypatch, config(pattern, **fields))
+def test_stock_model_gives_the_same_logits(pattern, fields):
+    compare(config(pattern, **fields))
 
 
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
-def test_gated_delta_net_gives_the_same_output(monkeypatch, normalization):
+def test_gated_delta_net_gives_the_same_output(normalization):
     model_config = config("G", normalization=normalization)
     mixer = build_hybrid_model(model_config).decoder.layers[0].self_attention
     hidden = torch.randn(33, 2, model_config.hidden_size)  # [s, b, h], as core wants it
-    with stock_megatron.on_cpu(monkeypatch), torch.no_grad():
+    with stock_megatron.on_cpu(), torch.no_grad():
         stock = stock_megatron.gated_delta_net(model_config)
         scramble(stock)
         mixer.load_state_dict(stock.state_dict(), strict=True)
@@ -79,9 +79,9 @@ def test_gated_delta_net_gives_the_same_output(monkeypatch, normalization):
 
 @pytest.mark.parametrize("pattern", ["M*-" if stock_megatron.IS_0_16 else "MG*-"])
 @pytest.mark.parametrize("fields", [{}, {"gated_linear_unit": False, "add_bias_linear": True}])
-def test_distributed_checkpoints_are_those_of_the_stock_model(monkeypatch, pattern, fields):
+def test_distributed_checkpoints_are_those_of_the_stock_model(pattern, fields):
     """Keys, places and values of every piece, and the keys of what is no tensor."""
-    ours, stock = compare(monkeypatch, config(pattern, qk_layernorm=True, **fields))
+    ours, stock = compare(config(pattern, qk_layernorm=True, **fields))
     sharded, expected = ours.sharded_state_dict(), stock.sharded_state_dict()
     for piece, stock_piece in zip(pieces(sharded), pieces(expected), strict=True):
         assert piece[:-1] == stock_piece[:-1]
@@ -105,12 +105,12 @@ MOE = {"num_moe_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20}
         {"add_bias_linear": True, "glu_linear_offset": 1.0, "activation_func_clamp_value": 0.6},
     ],
 )
-def test_mixture_of_experts_is_the_stock_one(monkeypatch, fields):
+def test_mixture_of_experts_is_the_stock_one(fields):
     """Its output, its state dict and its distributed checkpoint."""
     model = build_hybrid_model(config("E", **{**MOE, **fields}))
     path = "decoder.layers.0.mlp."
     hidden = torch.randn(33, 2, model.config.hidden_size)
-    with stock_megatron.on_cpu(monkeypatch), torch.no_grad():
+    with stock_megatron.on_cpu(), torch.no_grad():
         stock = stock_megatron.moe_layer(model.config).eval()
         scramble(stock)
         state = model.state_dict() | {path + k: v for k, v in stock.state_dict().items()}
@@ -134,13 +134,13 @@ def test_mixture_of_experts_is_the_stock_one(monkeypatch, fields):
 
 
 @pytest.fixture(params=["ours", "stock"])
-def model(request, monkeypatch):
+def model(request):
     """In bf16, in core's wrapper."""
     config = small_config("-M*M", params_dtype=torch.bfloat16, mamba_chunk_size=48)
     ours = build_hybrid_model(config)
     if request.param == "ours":
         return Float16Module(config, ours)
-    with stock_megatron.on_cpu(monkeypatch):
+    with stock_megatron.on_cpu():
         return Float16Module(config, stock_megatron.mamba_model(config))
 
 

@@ -38,9 +38,9 @@ SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bia
 
 
 @pytest.fixture(autouse=True)
-def core_on_cpu(monkeypatch):
+def core_on_cpu():
     forget_losses()
-    with stock_megatron.on_cpu(monkeypatch):
+    with stock_megatron.on_cpu():
         yield
     forget_losses()
 
