@@ -1,7 +1,7 @@
 #!/bin/sh
 # lm-eval on a folder of a model: examples/evaluate.sh FOLDER TASKS [options of lm_eval run]
 set -eu
-folder=$1 tasks=$2 port=${PORT:-8017} log=$(mktemp)
+folder=${1:?name a folder} tasks=${2:?name tasks of lm-eval} port=${PORT:-8017} log=$(mktemp)
 shift 2
 megatron-hybrid serve "$folder" --served-model-name evaluated --port "$port" --dtype float32 > "$log" 2>&1 &
 server=$!
