@@ -42,3 +42,28 @@ def test_every_invariant_names_its_tests():
         for number in re.findall(r"def test_invariant_(\d)_", path.read_text(encoding="utf-8"))
     }
     assert told == found and {number for number, _ in told} == set("123456789")
+
+
+OF_THE_WHOLE = {
+    "code_map",
+    "docs",
+    "imports",
+    "lines",
+    "packaging",
+    "process_state",
+    "public_names",
+}
+"""Unit tests of no module alone, at the top."""
+
+
+def test_every_unit_test_has_the_place_and_name_of_its_module():
+    """`test_engine_bits.py` of `engine.py` or `engine/`; the folder's own name may come first."""
+    roots = {"benchmarks": PACKAGE.parent, "docs_tools": PACKAGE.parent}
+    for path in (TESTS / "unit").rglob("test_*.py"):
+        place = path.parent.relative_to(TESTS / "unit")
+        folder = roots.get(place.parts[0] if place.parts else "", PACKAGE) / place
+        name = path.stem.removeprefix("test_")
+        allowed = {entry.stem for entry in folder.iterdir()} | {folder.name}
+        assert any(name == module or name.startswith(f"{module}_") for module in allowed) or (
+            folder == PACKAGE and name in OF_THE_WHOLE
+        ), path

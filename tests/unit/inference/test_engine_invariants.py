@@ -1,6 +1,6 @@
 """The invariants of the design, one test each, seen at the engine: what callers and tensors show.
 
-Their bookkeeping side, page by page and without a model: tests/unit/cache/test_cache_invariants.py.
+Their bookkeeping, page by page and without a model: unit/cache/test_prefix_cache_invariants.py.
 """
 
 import itertools

@@ -54,7 +54,7 @@ def test_chunks_of_a_prefill_do_not_matter(chunk):
     assert skips(sim, tokens(1000), chunk=chunk) == 1000
 
 
-# ---- behaviours (7 also in test_miss_reasons.py; 5, 6 and 9 need an engine) ----
+# ---- behaviours (7 also in test_report.py; 5, 6 and 9 need an engine) ----
 
 
 def large_states(num_pages):

@@ -1,7 +1,7 @@
 """Whole Jacobians in float64, entry by entry against finite differences, as training calls the ops.
 
 Several sequences in a row, with boundaries inside of chunks, some of them of one token, and rows of
-padding. By random projections: recurrent ops in `test_recurrent_ops.py`, attention without pages in
+padding. By random projections: recurrent ops in `test_ops_recurrent.py`, attention without pages in
 `test_attention.py`.
 """
 
