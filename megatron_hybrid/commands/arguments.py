@@ -82,14 +82,16 @@ class CommandParser(Parser):
                 self.error(f"there is no {found[1]}" + (f": {remedy}" if remedy else ""))
 
 
-class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds the defaults of options to the help, except None, False and what is empty."""
+class _Formatter(argparse.HelpFormatter):
+    """Adds limits and defaults of options to the help, except None, False and what is empty."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        default = action.default
-        if default is None or default is False or default in ([], "", math.inf):
-            return action.help
-        return super()._get_help_string(action)
+        limits = _WANTED.get(action.type) or getattr(action, "limits", "")
+        notes = [limits] if limits else []
+        unsaid = (None, [], "", math.inf, argparse.SUPPRESS)
+        if action.default is not False and action.default not in unsaid:
+            notes.append("default: %(default)s")
+        return f"{action.help} ({'; '.join(notes)})" if notes else action.help
 
 
 def add_model(
@@ -142,7 +144,9 @@ def add_field(
     known = {"help": f"{shown} {more}".strip().replace("%", "%%"), "default": about.default}
     if given.get("action") == "store_true":
         known.pop("default")
-    parser.add_argument(option, **known | given)
+    if about.kind:
+        known["type"] = about.kind
+    parser.add_argument(option, **known | given).limits = about.wanted
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -183,25 +187,26 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         ENGINE,
         "max_sequence_length",
         "Write it as 4096, 100k (100,000) or 1M.",
+        type=str,
         default="8192",
         metavar="TOKENS",
     )
     add_field(parser, "--mode", ENGINE, "prefix_caching")
-    add_field(parser, "--cache-mib", ENGINE, "cache_bytes", type=int, metavar="MIB")
-    add_field(parser, "--memory-fraction", ENGINE, "memory_fraction", type=float, metavar="PART")
-    add_field(parser, "--host-cache-mib", ENGINE, "host_cache_bytes", type=int, metavar="MIB")
+    add_field(parser, "--cache-mib", ENGINE, "cache_bytes", metavar="MIB")
+    add_field(parser, "--memory-fraction", ENGINE, "memory_fraction", metavar="PART")
+    add_field(parser, "--host-cache-mib", ENGINE, "host_cache_bytes", metavar="MIB")
     add_field(parser, "--state-encoding", ENGINE, "state_encoding", metavar="ENCODING")
     add_field(parser, "--cache-dir", ENGINE, "cache_dir", metavar="FOLDER")
 
 
 _SERVED: dict[str, dict[str, Any]] = {
-    "max_requests": {"type": int, "metavar": "N"},
+    "max_requests": {"metavar": "N"},
     "cache_policy": {"metavar": "POLICY"},
-    "short_prompt_share": {"type": float, "metavar": "PART"},
-    "max_adapters": {"type": int, "metavar": "N"},
-    "max_adapter_rank": {"type": int, "metavar": "N"},
+    "short_prompt_share": {"metavar": "PART"},
+    "max_adapters": {"metavar": "N"},
+    "max_adapter_rank": {"metavar": "N"},
     "speculation": {"metavar": "HOW"},
-    "num_speculative_tokens": {"type": int, "metavar": "N"},
+    "num_speculative_tokens": {"metavar": "N"},
     "cuda_graphs": {"action": "store_true"},
     "async_scheduling": {"action": "store_true"},
     "warm_up": {"action": argparse.BooleanOptionalAction},
@@ -333,3 +338,7 @@ def whole_number(text: str) -> int:
     if not text.isdecimal() or (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 on")
     return number
+
+
+_WANTED = {whole_number: "a whole number of 1 or more", positive: "a number above 0"}
+"""Readers of numbers -> what they want, for the help."""

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="Let each answer have at most N tokens.",
     )
-    add_field(parser, "--temperature", SAMPLING, "temperature", f"{MODELS_OWN} 1.", type=float)
+    add_field(parser, "--temperature", SAMPLING, "temperature", f"{MODELS_OWN} 1.")
     add_chat_template(parser)
 
 

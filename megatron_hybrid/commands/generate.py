@@ -15,11 +15,11 @@ from megatron_hybrid.commands.arguments import (
 
 HELP = "Continue your own text, and show how much of it the cache reused."
 _SAMPLING: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "num_tokens_to_generate": ("--tokens", f"{MODELS_OWN} 30.", {"type": int, "metavar": "N"}),
-    "temperature": ("--temperature", f"{MODELS_OWN} 1.", {"type": float}),
-    "top_k": ("--top-k", f"{MODELS_OWN} 0.", {"type": int, "metavar": "K"}),
-    "top_p": ("--top-p", f"{MODELS_OWN} 0.", {"type": float, "metavar": "P"}),
-    "seed": ("--seed", "", {"type": int}),
+    "num_tokens_to_generate": ("--tokens", f"{MODELS_OWN} 30.", {"metavar": "N"}),
+    "temperature": ("--temperature", f"{MODELS_OWN} 1.", {}),
+    "top_k": ("--top-k", f"{MODELS_OWN} 0.", {"metavar": "K"}),
+    "top_p": ("--top-p", f"{MODELS_OWN} 0.", {"metavar": "P"}),
+    "seed": ("--seed", "", {}),
 }
 """Fields of SamplingParams -> the option of each, its default, and what `add_argument` gets."""
 

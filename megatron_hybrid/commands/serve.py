@@ -49,8 +49,8 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "root_path": ("--root-path", {"metavar": "PATH"}),
     "cors_origins": ("--cors-origin", {**_MANY, "metavar": "ORIGIN"}),
     "allowed_hosts": ("--allowed-host", {**_MANY, "metavar": "NAME"}),
-    "max_waiting": ("--max-waiting", {"type": int, "metavar": "N"}),
-    "max_requests_per_key": ("--max-requests-per-key", {"type": int, "metavar": "N"}),
+    "max_waiting": ("--max-waiting", {"metavar": "N"}),
+    "max_requests_per_key": ("--max-requests-per-key", {"metavar": "N"}),
     "model_name": ("--served-model-name", {"metavar": "NAME"}),
     "adapters": ("--adapter", {**_MANY, "metavar": "NAME=FOLDER"}),
     "tool_call_parser": ("--tool-call-parser", _parsers(TOOL_PARSERS)),
@@ -63,10 +63,10 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "takes_weights": ("--take-weights", _FLAG),
     "shares_cache": ("--share-cache", _FLAG),
     "shows_prompts": ("--show-prompts", _FLAG),
-    "max_body_bytes": ("--max-body-mib", {"type": int, "default": 16, "metavar": "MIB"}),
-    "queue_seconds": ("--queue-timeout", {"type": float, "metavar": "SECONDS"}),
-    "request_seconds": ("--request-timeout", {"type": float, "metavar": "SECONDS"}),
-    "drain_seconds": ("--shutdown-timeout", {"type": float, "metavar": "SECONDS"}),
+    "max_body_bytes": ("--max-body-mib", {"default": 16, "metavar": "MIB"}),
+    "queue_seconds": ("--queue-timeout", {"metavar": "SECONDS"}),
+    "request_seconds": ("--request-timeout", {"metavar": "SECONDS"}),
+    "drain_seconds": ("--shutdown-timeout", {"metavar": "SECONDS"}),
 }
 """Fields of ServingConfig -> the option of each, and what `add_argument` gets."""
 

@@ -7,6 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_hybrid.utils.validation import LARGEST_INT, WHOLE, Range
+
+_KINDS = {"int": int, "float": float}
 _PACKAGE = Path(__file__).parents[1]
 
 
@@ -16,6 +19,16 @@ class FieldHelp(NamedTuple):
     sentence: str
     default: Any
     """None: it is no literal, or there is none."""
+    kind: type | None
+    """int or float; None for other fields, and for those that may be of several kinds."""
+    limits: Range
+    """Those of a number; of another field they are empty."""
+
+    @property
+    def wanted(self) -> str:
+        """What a number must be, in words; of another field empty."""
+        words = {int: "a whole number", float: "a number"}.get(self.kind)
+        return f"{words} {self.limits}".strip() if words else ""
 
 
 @cache
@@ -25,14 +38,43 @@ def fields_help(dotted: str) -> dict[str, FieldHelp]:
     dotted: the class, such as `megatron_hybrid.inference.config.InferenceConfig`.
     """
     module, _, class_name = dotted.rpartition(".")
-    path = _PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = _source_of(module)
     (body,) = (n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == class_name)
     found = {}
     for node, after in pairwise(body):
         if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr):
             sentence = " ".join(ast.literal_eval(after.value).split())
-            default = node.value
-            is_literal = isinstance(default, ast.Constant)
-            found[node.target.id] = FieldHelp(sentence, default.value if is_literal else None)
+            default = node.value.value if isinstance(node.value, ast.Constant) else None
+            found[node.target.id] = FieldHelp(sentence, default, *_number(node.annotation, module))
     return found
+
+
+@cache
+def _source_of(module: str) -> ast.Module:
+    path = _PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _number(annotation: ast.expr, module: str) -> tuple[type | None, Range]:
+    """Return the kind and the limits of an annotated number; follow names to other modules."""
+    match annotation:
+        case ast.BinOp(left=left, right=ast.Constant(None)):
+            return _number(left, module)
+        case ast.Subscript(ast.Name("Annotated"), ast.Tuple([kind, ast.Call(keywords=given)])):
+            if not (number := _number(kind, module)[0]):
+                return None, Range()
+            limits = {str(each.arg): eval(ast.unparse(each.value)) for each in given}
+            told = {name: limit for name, limit in limits.items() if abs(limit) <= LARGEST_INT}
+            return number, Range(**told)
+        case ast.Name(name) if name in _KINDS:
+            return _KINDS[name], Range(ge=WHOLE.ge) if name == "int" else Range()
+        case ast.Name(name):
+            for node in _source_of(module).body:
+                match node:
+                    case ast.Assign([ast.Name(target)]) if target == name:
+                        return _number(node.value, module)
+                    case ast.ImportFrom(str(source)) if any(
+                        name == each.name for each in node.names
+                    ):
+                        return _number(annotation, source)
+    return None, Range()

@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from megatron_hybrid.tools import demo
 from megatron_hybrid.tools.info import environment
 from megatron_hybrid.tools.profile import read_requests
 from megatron_hybrid.utils.field_help import fields_help
+from megatron_hybrid.utils.validation import Range, kinds_of, type_hints
 from megatron_hybrid.version import __version__
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -449,7 +452,7 @@ def test_every_help_text_is_a_sentence_and_fits_80_columns(command, monkeypatch)
         assert re.fullmatch(r"[A-Z].*\.", text), text
     shown = parser.format_help()
     assert max(map(len, shown.splitlines())) <= 80
-    defaults = re.findall(r"\(default: (.*?)\)", " ".join(shown.split()))
+    defaults = re.findall(r"default: (.*?)\)", " ".join(shown.split()))
     assert not {"None", "False", "inf", "[]"} & set(defaults)
     assert defaults or command in ("demo", "doctor", "info", "train")
 
@@ -527,4 +530,20 @@ def test_options_that_set_a_field_have_its_help_and_default(command):
         about = known[name]
         assert action.help.startswith(about.sentence[:-1].replace("%", "%%"))
         assert about.default is None or str(action.default) == str(about.default)
+        assert action.limits == about.wanted
+        assert action.type is about.kind or about.kind is None or name == "max_sequence_length"
     assert found == SET_FIELDS.get(command, 0)
+
+
+@pytest.mark.parametrize("of", [arguments.ENGINE, arguments.SERVER, arguments.SAMPLING])
+def test_help_has_the_limits_that_a_config_checks(of):
+    module, _, name = of.rpartition(".")
+    for field, hint in type_hints(getattr(import_module(module), name)).items():
+        about, kind = fields_help(of)[field], kinds_of(hint)[0]
+        checked = [each for each in get_args(kind) if isinstance(each, Range)]
+        number = get_args(kind)[0] if checked else kind
+        assert about.kind is (number if number in (int, float) else None), field
+        if about.kind:
+            (limits,) = checked or [Range(ge=0) if number is int else Range()]
+            small = {k: v for k, v in vars(limits).items() if v is not None and abs(v) < 1 << 32}
+            assert about.limits == Range(**small), field
