@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any
 
 from jinja2 import nodes
@@ -78,14 +78,16 @@ def render_with_answers(
             owners = [max((s for s in starts if s < end), default=None) for _, end, _ in found]
             found = [(*each[:2], starts.get(owner, 0.0)) for each, owner in zip(found, owners)]
             others = [index for index, weight in weights.items() if weight and index not in said]
-            found = sorted([*found, *((*answers.span(i), weights[i]) for i in others)])
+            more = [(*part[:2], weights[i]) for i in others for part in answers.parts(i)]
+            found = sorted([*found, *more])
     elif marked is not None:
         raise ValueError(f"{marked.origin} has no {{% generation %}} blocks to mark answers by")
     else:
-        spans = {index: answers.span(index) for index, weight in weights.items() if weight}
-        spans = {index: span for index, span in spans.items() if span[0] < span[1]}
-        found = [(*span, weights[index]) for index, span in spans.items()]
-        words = [answers.words_end(index) for index in spans]
+        said = [index for index, weight in weights.items() if weight]
+        parts = [(*part, weights[index]) for index in said for part in answers.parts(index)]
+        parts = sorted(part for part in parts if part[0] < part[1])
+        found = [(start, end, weight) for start, end, _, weight in parts]
+        words = [words_end for _, _, words_end, _ in parts]
     if not (found := [each for each in found if each[0] < each[1] and each[2]]):
         raise ValueError(
             "the conversation has no answer to train: no message of the "
@@ -196,22 +198,36 @@ class _Answers:
         self.text = template.run(conversation, self.messages, False)
         self._try = partial(template.try_run, conversation)
 
-    def span(self, index: int) -> tuple[int, int]:
-        """Return [start, end) of an answer, or of what a message of another role says."""
+    def parts(self, index: int) -> list[tuple[int, int, int]]:
+        """Return [start, end) of what a message says, and where its words end. An answer has two
+        parts where the template writes what tools said between its calls and its content."""
         is_answer = self.messages[index]["role"] == "assistant"
         start = self._start(index) if is_answer else self.first_place(index)
         end = self._end(index)
         if None not in (start, end) and index + 1 < len(self.messages):
             others = self.first_place(index + 1)
-            if start <= others < end:  # some write a tool's words before its caller's
-                end = None if self.messages[index + 1]["role"] == "tool" else others
+            if start <= others < end and self.messages[index + 1]["role"] != "tool":
+                end = others
+            elif start <= others < end:
+                calls_end, content = self._around_tools(index)
+                if None not in (calls_end, content) and start <= calls_end <= others < content:
+                    return [(start, calls_end, calls_end), (content, end, self.words_end(index))]
+                end = None
         if start is None or end is None or start > end:
             raise ValueError(
                 f"{self.template.origin} renders messages[{index}] among others, or in another way "
                 "when the conversation goes on, so its place cannot be found: mark answers by "
                 "{% generation %} in the template, or in one for training (--chat-template)."
             )
-        return start, end
+        return [(start, end, self.words_end(index))]
+
+    def _around_tools(self, index: int) -> list[int | None]:
+        """Return where the calls of an answer end, and where what their tools said ends, if the
+        content comes after that."""
+        calls = [*self.messages[:index], {**self.messages[index], "content": ""}]
+        said = takewhile(lambda message: message["role"] == "tool", self.messages[index + 1 :])
+        texts = [self._try(calls), self._try([*calls, *said])]
+        return [len(text) if text and self.text.startswith(text) else None for text in texts]
 
     def first_place(self, index: int) -> int:
         """Return the first place that depends on what a message says; the end: there is none."""
@@ -227,7 +243,7 @@ class _Answers:
         header = _header(self.template, self.conversation)
         if not before:
             place = self.first_place(0)
-            return max(0, text.rfind(header, 0, place)) + len(header) if header else place
+            return text.rfind(header, 0, place) + len(header) if header in text[:place] else place
         prompt = self._try(before, True)
         if prompt is not None and text.startswith(prompt):
             start = len(prompt)
@@ -252,10 +268,14 @@ class _Answers:
         if whole is not None and self.text.startswith(whole):
             return len(whole)
         follows, end = self.after(self.messages, index), self.after(upto, index)
+        if end is None:  # some templates refuse a conversation without a question
+            more = [*self.messages, {"role": "assistant", "content": "."}]
+            end = self.after(more, len(self.messages))
         if follows is None or end is None:
             return None
         length = _common_pieces(follows, end)
-        if not length and end and follows:  # the last turn ends by another mark
+        header = _header(self.template, self.conversation) or follows
+        if not length and end and not follows.startswith(header):  # ends by another mark
             length = _PIECES.match(follows).end()
         return len(self.text) - len(follows) + length
 

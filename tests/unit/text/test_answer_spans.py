@@ -118,11 +118,27 @@ def test_what_a_tool_says_inside_of_an_answer_is_never_trained():
     """Gemma 4 writes it before the content of the message that calls the tool."""
     source = (
         "{% for m in messages if m.role != 'tool' %}<{{ m.role }}>{% if m.tool_calls %}"
-        "{{ m.tool_calls[0].function.arguments.city }}[{{ messages[2].content }}]{% endif %}"
-        "{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+        "{{ m.tool_calls[0].function.arguments.city }}{% for t in messages if t.role == 'tool' %}"
+        "[{{ t.content }}]{% endfor %}{% endif %}{% if m.content %}{{ m.content }}</s>{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     call = message_of("gemma4", [CITY], content="I look.")
-    with pytest.raises(ValueError, match=r"renders messages\[1\] among others"):
-        answers(ChatTemplate(source), [ASK, call, TOOL, NO])
+    assert answers(ChatTemplate(source), [ASK, call, TOOL, NO]) == [
+        "Łódź",
+        "I look.</s>",
+        "No.</s>",
+    ]
     text = ChatTemplate(source).render([ASK, call, TOOL, NO], False)
     assert text == "<user>Zebras?</s><assistant>Łódź[Qrain]I look.</s><assistant>No.</s>"
+    with pytest.raises(ValueError, match=r"renders messages\[1\] among others"):
+        answers(
+            ChatTemplate(source.replace("e }}>", "e }}>{{ m.content }}")), [ASK, call, TOOL, NO]
+        )
+
+
+def test_a_greeting_has_its_place_where_the_template_asks_for_a_question():
+    """Qwen 3.5 refuses messages without a user's."""
+    source = (
+        "{% if 'user' not in messages | map(attribute='role') %}{{ none.x }}{% endif %}" + PLAIN
+    )
+    assert answers(ChatTemplate(source), [SO, ASK, NO]) == ["So they are.</s>", "No.</s>"]
