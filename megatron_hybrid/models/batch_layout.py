@@ -21,7 +21,7 @@ _REMEDY = "Pass the boundaries of the sequences as packed_seq_params, or leave {
 
 
 def row_padding(config: HybridConfig, b: int, s: int, inference: bool) -> int:
-    """Rows to add to b * s, so that all ranks get as many under sequence parallelism.
+    """Count the rows to add to b * s, so that all ranks get as many under sequence parallelism.
 
     Raises:
         ValueError: the rows do not divide over the ranks, where none may be added.
@@ -50,8 +50,8 @@ def batch_layout(
     position_ids: Tensor | None,
     attention_mask: Tensor | None,
 ) -> RaggedLayout:
-    """The layout of a batch [b, s], and of `padding` rows after it; other arguments as those of
-    `HybridModel.forward`.
+    """Return the layout of a batch [b, s] and of `padding` rows after it; the other arguments are
+    those of `HybridModel.forward`.
 
     Raises:
         ValueError: boundaries, positions or a mask that are not supported.
@@ -75,7 +75,7 @@ def batch_layout(
 def _packed_layout(
     b: int, s: int, packed_seq_params: PackedSeqParams, padding: int
 ) -> RaggedLayout:
-    """The layout of one row of s tokens without caches, and of so many rows after it."""
+    """Return the layout of one row of s tokens without caches, and of `padding` rows after it."""
     if b != 1:
         raise ValueError(
             f"packed_seq_params describe one row of tokens, but input_ids has {b} rows. "
@@ -97,7 +97,7 @@ def _packed_layout(
 def document_lengths(
     position_ids: Tensor | None, attention_mask: Tensor | None, shape: tuple[int, int]
 ) -> tuple[int, ...] | None:
-    """Lengths of the documents in b rows, row after row; None if each row is one document.
+    """Find the lengths of the documents in b rows, row after row; None if each row is one document.
 
     A document starts where positions restart at 0 or, where positions go on, at a token that does
     not see the one before it (GPTDataset's `reset_position_ids` and `reset_attention_mask`). Values
@@ -240,7 +240,7 @@ def check_attention_mask(
 
 
 def check_padding_mask(padding_mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
-    """The mask of a batch's rows, one after the other, bool [b * s].
+    """Check the mask of a batch, and return that of its rows one after the other, bool [b * s].
 
     Args:
         padding_mask: bool [b, s], or None.

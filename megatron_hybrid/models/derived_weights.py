@@ -18,7 +18,7 @@ _kept: ContextVar[tuple[Derived | None, bool]] = ContextVar("kept", default=(Non
 
 
 def from_weights(module: nn.Module, name: str, make: Callable[[], Tensor]) -> Tensor:
-    """`make()`, or the result of an earlier call of `keep_derived`.
+    """Return `make()`, or the result of an earlier call of `keep_derived`.
 
     Args:
         module: whose weights `make` reads, and nothing else.
@@ -34,8 +34,8 @@ def from_weights(module: nn.Module, name: str, make: Callable[[], Tensor]) -> Te
 
 
 def reordered_weight(module: nn.Module, weight: Tensor) -> Tensor:
-    """The weight of a module for `ops.linear`, in the layout that is read fastest where an engine
-    keeps that."""
+    """Return a module's weight for `ops.linear`: in the layout that is read fastest, where an
+    engine keeps that."""
     kept, has_room = _kept.get()
     if kept is None or not has_room:
         return weight

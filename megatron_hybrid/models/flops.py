@@ -14,8 +14,8 @@ from megatron_hybrid.models.sharding.parallel_setup import ExpertGroups
 
 
 def token_flops(model: HybridModel) -> tuple[float, float]:
-    """FLOPs, in units of 2, of one token in the layers of this rank: (of the token itself, per
-    token that it attends to).
+    """Count the FLOPs, in units of 2, of one token in the layers of this rank: (of the token
+    itself, per token that it attends to).
 
     Only matrix products count: each weight applied to a token (of its own experts, where routed),
     and each element of keys and values per query head. Other work of recurrent and local layers is
@@ -27,20 +27,20 @@ def token_flops(model: HybridModel) -> tuple[float, float]:
 
 
 def attention_flops(model: HybridModel) -> list[tuple[KVShape, float]]:
-    """Each layer of this rank that keeps keys, and its FLOPs, in units of 2, per pair of tokens of
-    which one sees the other."""
+    """List the layers of this rank that keep keys with their FLOPs, in units of 2, per pair of
+    tokens of which one sees the other."""
     return list(_attention(model, layers_with_configs(model)))
 
 
 def attention_parity(weights: float, pairs: float) -> float:
-    """Tokens of context at which full attention is half of a token's FLOPs (`token_flops`); inf
-    without full attention."""
+    """Compute at how many tokens of context full attention is half of a token's FLOPs
+    (`token_flops`); inf without full attention."""
     return weights / pairs if pairs else math.inf
 
 
 def training_flops(model: HybridModel) -> tuple[float, float]:
-    """FLOPs of this rank's forward and backward pass, without what recomputation adds: (of a token,
-    of a pair of tokens of which full attention lets one see the other)."""
+    """Count the FLOPs of this rank's forward and backward pass, without what recomputation adds:
+    (of a token, of a pair of tokens of which full attention lets one see the other)."""
     layers, groups = layers_with_configs(model), ExpertGroups.of(model.pg_collection)
     # The experts' ranks bring tokens of their own, but for tensor-parallel ones.
     tokens_of_ranks = groups.num_parts * groups.tp.size() / model.pg_collection.tp.size()
@@ -61,8 +61,8 @@ def training_flops(model: HybridModel) -> tuple[float, float]:
 
 
 def recomputed_flops(model: HybridModel) -> float:
-    """FLOPs of a token that this rank's layers compute once more in the backward pass; of parts of
-    a mixer, none."""
+    """Count the FLOPs of a token that this rank's layers compute once more in the backward pass; of
+    mixers of which parts are recomputed, none."""
     together = sum(model.decoder.recomputed_layers)
     again = [
         (layer, config)
@@ -73,8 +73,8 @@ def recomputed_flops(model: HybridModel) -> float:
 
 
 def layer_widths(model: HybridModel) -> list[float]:
-    """Elements of a token's activations in each layer of this rank, about: of the inputs and the
-    outputs of its matrices."""
+    """Estimate the elements of a token's activations in each layer of this rank: of the inputs and
+    the outputs of its matrices."""
     return [
         sum(size * sum(1 / side for side in one.shape[-2:]) for one, size in _matrices(*pair))
         for pair in layers_with_configs(model)
@@ -82,7 +82,7 @@ def layer_widths(model: HybridModel) -> list[float]:
 
 
 def layers_with_configs(model: HybridModel) -> list[tuple[nn.Module, HybridConfig]]:
-    """Each layer of this pipeline stage and its config."""
+    """Pair each layer of this pipeline stage with its config."""
     numbered = enumerate(model.decoder.layers, start=model.layer_offset + 1)
     return [(layer, model.config.for_layer(number)) for number, layer in numbered]
 
@@ -90,7 +90,7 @@ def layers_with_configs(model: HybridModel) -> list[tuple[nn.Module, HybridConfi
 def _matrices(
     module: nn.Module, config: HybridConfig, tokens_of_ranks: float = 1.0
 ) -> Iterator[tuple[nn.Parameter | PackedWeight, float]]:
-    """Weights, and how many of their elements are applied to a token.
+    """Yield the weights, and how many of their elements are applied to a token.
 
     Args:
         tokens_of_ranks: tokens that come to experts, by those of this rank.
@@ -116,5 +116,5 @@ def _attention(
 
 
 def _full_attention(model: HybridModel, layers: Iterable[tuple[nn.Module, HybridConfig]]) -> float:
-    """Multiplications of full attention per pair of tokens."""
+    """Count the multiplications of full attention per pair of tokens."""
     return float(sum(size for kv, size in _attention(model, layers) if not kv.is_local))

@@ -172,7 +172,7 @@ class HybridModel(_LanguageModule):
             if tensor is not None and tensor.dtype == torch.float32 != config.params_dtype
         ]
         self.packed_source: Any = None
-        """A `PackedSource`, where packed weights were read from; None: there are none."""
+        """The `PackedSource` of packed weights; None if there are none."""
         self.num_weight_changes = 0
         """Number of calls that change weights: `train()`, `load_state_dict`."""
         self.register_load_state_dict_post_hook(lambda model, keys: model._note_weight_change())
@@ -204,12 +204,12 @@ class HybridModel(_LanguageModule):
         return super().train(mode)
 
     def note_draw(self, seed: int) -> None:
-        """The weights were drawn by torch's generator with this seed."""
+        """Note that torch's generator has drawn the weights with this seed."""
         self._drawn = seed, self._versions()
 
     @property
     def untouched_seed(self) -> int | None:
-        """The seed that the weights were drawn with, of which ranks hold pieces; None: they were
+        """The seed that the weights were drawn with, of which ranks hold pieces; None if they were
         written since, or come from elsewhere."""
         if self._drawn is None or self._drawn[1] != self._versions():
             return None
@@ -236,7 +236,7 @@ class HybridModel(_LanguageModule):
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def stage_input(self, num_tokens: int) -> Tensor:
-        """Room for the output of the previous pipeline stage for one sequence, [s, 1,
+        """Make room for the output of the previous pipeline stage for one sequence, [s, 1,
         boundary_width]; s is num_tokens, or this rank's part of them (sequence parallelism)."""
         if self.config.sequence_parallel:
             num_tokens //= self.config.tensor_model_parallel_size
@@ -247,7 +247,7 @@ class HybridModel(_LanguageModule):
     def adjust_tensor_shapes(
         self, received: list[tuple[int, ...]], sent: list[tuple[int, ...]]
     ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        """Shapes of the tensors between pipeline stages, for the argument
+        """Set the width of the tensors between pipeline stages, for the argument
         `adjust_tensor_shapes_fn` of core's schedules, which take a width of hidden_size."""
         width = self.boundary_width
         return (
@@ -262,8 +262,8 @@ class HybridModel(_LanguageModule):
         self.stage_copies.sum_gradients()
 
     def canonical_name(self, name: str) -> str:
-        """The name in the whole model of a parameter of this stage; a copy of another stage's
-        parameter has that one's."""
+        """Return a parameter's name in the whole model; a copy of another stage's parameter has the
+        name of that one."""
         return self.stage_copies.name(canonical_name(name, self.layer_offset))
 
     @property
@@ -273,18 +273,18 @@ class HybridModel(_LanguageModule):
         return not parameter.is_meta and parameter.untyped_storage().nbytes() > 0
 
     def cache_requirements(self) -> list[LayerCache]:
-        """State that each layer of this stage keeps between calls; index is layer_number - 1."""
+        """Describe what each layer of this stage keeps between calls; index is layer_number - 1."""
         return [layer.cache_requirements() for layer in self.decoder.layers]
 
     def prediction_requirements(self) -> list[LayerCache]:
-        """The same of the layers of the first MTP head, whose numbers go on
-        from those of the model; empty without one."""
+        """Describe the same for the layers of the first MTP head, whose numbers go on from those of
+        the model; empty without one."""
         return self.mtp.layers[0].cache_requirements() if hasattr(self, "mtp") else []
 
     def predict(self, hidden_Th: Tensor, ids_T: Tensor, context: MixerContext) -> Tensor:
-        """The first MTP head: normed hidden states `[T, hidden]`, of the
-        token before each (the model's, or such ones), and the tokens (int64 `[T]`) -> normed hidden
-        states of the next tokens, `[T, hidden]`."""
+        """Run the first MTP head. Normed hidden states `[T, hidden]` of the token before each (the
+        model's, or the head's own), and the tokens (int64 `[T]`) become normed hidden states of the
+        next tokens, `[T, hidden]`."""
         embedding_Th = self._rounded(self._embed_words(ids_T))
         if not self.config.sequence_parallel:
             return self.mtp.layers[0](hidden_Th, embedding_Th, context)
@@ -307,10 +307,10 @@ class HybridModel(_LanguageModule):
         packed_seq_params: PackedSeqParams | None = None,
         padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Logits, or the loss of each token. Arguments and their order are megatron-core's.
+        """Return logits, or the loss of each token. Arguments and their order are megatron-core's.
 
         Attention is causal and positions count from each sequence's start (in inference, from the
-        context's start positions). Each row is one sequence, unless `packed_seq_params` tell
+        context's start positions). Each row is one sequence, unless `packed_seq_params` give
         others, or `position_ids` or `attention_mask` restart inside of it (GPTDataset's
         `reset_position_ids` and `reset_attention_mask`): then each document is a sequence, and
         recurrent states, convolutions and windows restart too. To find that out, positions and
@@ -332,7 +332,7 @@ class HybridModel(_LanguageModule):
             inference_context: serves caches and states; given in inference only.
             runtime_gather_output: gather the logits of all tensor-parallel ranks.
             inference_params: an older name of `inference_context`.
-            loss_mask: [b, s]: factors of the losses of multi-token prediction (None: 1), and of
+            loss_mask: [b, s]: factors of the losses of multi-token prediction (1 if None), and of
                 nothing else, as in megatron-core: the caller multiplies the returned losses by it.
             packed_seq_params: boundaries of the sequences in the one row; recurrent states restart
                 at each. Rows after the last boundary are padding.
@@ -405,7 +405,7 @@ class HybridModel(_LanguageModule):
         return self._local_logits(hidden_Th).view(b, s, -1)
 
     def last_hidden(self, input_ids: Tensor, inference_context: MixerContext) -> Tensor:
-        """Normed hidden states [T, hidden] of all rows of a step, of which `forward` takes those
+        """Compute the normed hidden states [T, hidden] of all rows of a step; `forward` takes those
         that need logits. The model has one pipeline stage, whose ranks do not split rows."""
         hidden_Th, inputs = self._embed(input_ids, None, padding=0)
         return self.decoder(hidden_Th, inference_context, inputs)
@@ -417,7 +417,7 @@ class HybridModel(_LanguageModule):
     def _batch_shape(
         self, input_ids: Tensor | None, labels: Tensor | None, decoder_input: Tensor | None
     ) -> tuple[int, int]:
-        """(b, s) of the tokens. Megatron's scripts give later pipeline stages labels at most."""
+        """Find (b, s) of the tokens. Later stages get at most labels from Megatron's scripts."""
         for tokens in (input_ids, labels):
             if tokens is not None:
                 b, s = tokens.shape
@@ -431,7 +431,7 @@ class HybridModel(_LanguageModule):
     def _embed(
         self, input_ids: Tensor | None, decoder_input: Tensor | None, padding: int
     ) -> tuple[Tensor, StackInputs]:
-        """The input of the stack, and what some mixers need in addition to it.
+        """Compute the input of the stack, and what some mixers need in addition to it.
 
         Args:
             input_ids: [b, s], or None with a decoder_input.
@@ -465,7 +465,7 @@ class HybridModel(_LanguageModule):
         return hidden_Th, StackInputs(embedding_Th, per_layer_TJp)
 
     def _embed_words(self, ids_T: Tensor) -> Tensor:
-        """Word embedding of all rows, [T, hidden]."""
+        """Look up the word embedding of all rows, [T, hidden]."""
         # One row of T tokens: core's [s, b, h] then lies in sequence order.
         hidden_Th = self.embedding(ids_T.unsqueeze(0), None).squeeze(1)
         if (factor := self.config.embedding_multiplier) != 1.0:
@@ -482,8 +482,8 @@ class HybridModel(_LanguageModule):
         loss_mask: Tensor | None,
         context: UncachedContext,
     ) -> Tensor:
-        """The same hidden states, whose backward pass adds the gradients of MTP heads' losses: of
-        their mean times `mtp_loss_scaling_factor` over the number of heads, as core scales them."""
+        """Return the same hidden states; their backward pass adds the gradients of MTP heads'
+        losses: of the mean times `mtp_loss_scaling_factor` over the number of heads, as in core."""
         if input_ids is None:
             raise ValueError(
                 "input_ids is None, but multi-token prediction (/ in layer_pattern) embeds the "
@@ -519,7 +519,7 @@ class HybridModel(_LanguageModule):
         return attached
 
     def _received(self, tensor: Tensor) -> tuple[Tensor, StackInputs]:
-        """The input of this stage's stack, from the stage before it."""
+        """Return the input of this stage's stack, as received from the stage before it."""
         splits_rows = self.config.sequence_parallel
         rows_Tc = (tensor if splits_rows else tensor.transpose(0, 1)).flatten(0, 1)
         if self.boundary_width == self.config.hidden_size:
@@ -530,13 +530,13 @@ class HybridModel(_LanguageModule):
         return hidden_Th, StackInputs(self._rounded(embedding_Th))
 
     def _rounded(self, hidden_Th: Tensor) -> Tensor:
-        """The residual stream as layers take it."""
+        """Cast the residual stream to the dtype that layers take."""
         if self.config.fp32_residual_connection:
             return hidden_Th.to(self.config.params_dtype)
         return hidden_Th
 
     def compute_logits(self, hidden_nh: Tensor) -> Tensor:
-        """The output layer alone: normed hidden states [n, hidden] -> logits [n, vocab].
+        """Run the output layer alone: normed hidden states [n, hidden] -> logits [n, vocab].
 
         Rows are padded on a GPU, as in the layers before: where the bits of a row do not depend on
         other rows, those of its logits do not.
@@ -569,8 +569,8 @@ class HybridModel(_LanguageModule):
         return logits
 
     def _loss(self, hidden_Th: Tensor, labels: Tensor) -> Tensor:
-        """Cross entropy [b, s] in fp32, of so many rows at a time that their logits take at most
-        `LOSS_BYTES`; where that is not all of them, the backward pass computes logits again."""
+        """Compute the cross entropy [b, s] in fp32, of so many rows at a time that their logits
+        take at most `LOSS_BYTES`; if those are not all, the backward pass computes logits again."""
         width = -(-self.vocab_size // self.pg_collection.tp.size())
         size = max(1, LOSS_BYTES // (4 * width))
         rows, labels_T = hidden_Th.split(size), labels.reshape(-1).split(size)
@@ -582,7 +582,7 @@ class HybridModel(_LanguageModule):
         return join(losses).view_as(labels)
 
     def _losses_of(self, hidden_nh: Tensor, labels_n: Tensor) -> Tensor:
-        """Cross entropy [n] in fp32."""
+        """Compute the cross entropy [n] in fp32."""
         logits = self._local_logits(hidden_nh)
         if self.pg_collection.tp.size() == 1:
             # The same function in one fused pass; core's is written for split vocabularies.
@@ -599,15 +599,15 @@ class HybridModel(_LanguageModule):
 
 
 def has_foreign_layers(model: HybridModel) -> bool:
-    """Whether layers come from other packages than this one."""
+    """Return whether layers come from other packages than this one."""
     mixers = (layer._modules[layer.mixer_name] for layer in model.decoder.layers)
     return any(not type(mixer).__module__.startswith("megatron_hybrid.") for mixer in mixers)
 
 
 def unwrap(model: object) -> object:
-    """The model inside of wrappers that have it as `module` (Float16Module, DistributedDataParallel
-    of megatron-core and of torch), and of a list of one, as megatron-core keeps it; another object
-    as it is."""
+    """Return the model inside of wrappers that have it as `module` (Float16Module,
+    DistributedDataParallel of megatron-core and of torch), and of a list of one, as megatron-core
+    keeps it. Another object comes back as it is."""
     while True:
         if isinstance(model, list) and len(model) == 1:
             (model,) = model
@@ -626,7 +626,7 @@ def build_hybrid_model(
     pre_process: bool | None = None,
     post_process: bool | None = None,
 ) -> HybridModel:
-    """A model with random weights (of torch's generator) on torch's default device. Without
+    """Build a model with random weights of torch's generator on torch's default device. Without
     `config.perform_initialization` its weights have no values yet, and no generator has moved.
 
     In one process without megatron-core's process groups, the model gets groups of its own, and
@@ -634,9 +634,9 @@ def build_hybrid_model(
 
     Args:
         config: the architecture, and the sizes of the parallel groups.
-        pg_collection: process groups to use; None: megatron-core's own, or those of one process.
-        pre_process: whether this pipeline stage embeds; None: if it is the first one.
-        post_process: whether this pipeline stage computes logits; None: if it is the last one.
+        pg_collection: process groups to use; None means megatron-core's, or those of one process.
+        pre_process: whether this pipeline stage embeds; by default the first one does.
+        post_process: whether this pipeline stage computes logits; by default the last one does.
 
     Raises:
         ValueError: the process groups do not fit the config, or split what is not supported.

@@ -41,7 +41,7 @@ class ResidualSums:
         self._normed_Th: Tensor | None = None
 
     def add(self, hidden_Th: Tensor, output_Th: Tensor) -> Tensor:
-        """hidden + output, [T, hidden]."""
+        """Return hidden + output, [T, hidden]."""
         norm = next(self._norms, None)
         if norm is None:
             return hidden_Th + output_Th
@@ -49,7 +49,7 @@ class ResidualSums:
         return self._sum_Th
 
     def normed(self, norm: nn.Module, hidden_Th: Tensor) -> Tensor:
-        """norm(hidden), [T, hidden]. A hook may have put another tensor in the place of a sum."""
+        """Return norm(hidden), [T, hidden]. A hook may have replaced a sum by another tensor."""
         return self._normed_Th if hidden_Th is self._sum_Th else norm(hidden_Th)
 
 
@@ -104,7 +104,7 @@ class HybridLayer(MegatronModule):
         self.register_buffer("layer_scalar", scalar)
 
     def cache_requirements(self) -> LayerCache:
-        """The state that the mixer keeps between calls."""
+        """Return the state that the mixer keeps between calls."""
         return getattr(self, self.mixer_name).cache_requirements()
 
     def forward(
@@ -114,8 +114,8 @@ class HybridLayer(MegatronModule):
         inputs: StackInputs,
         sums: ResidualSums | None = None,
     ) -> Tensor:
-        """[T, hidden] -> [T, hidden]; this rank's rows under sequence parallelism. With
-        `fp32_residual_connection` both are fp32, the mixer runs in `params_dtype`."""
+        """Run the layer, [T, hidden] -> [T, hidden]; this rank's rows under sequence parallelism.
+        With `fp32_residual_connection` both are fp32, and the mixer runs in `params_dtype`."""
         sums, stream_Th = sums or ResidualSums(), hidden_Th
         # The mixer norms it again, by the same launch: it may be computed again on its own.
         if self.config.norm_placement == "stream":
@@ -146,7 +146,7 @@ class HybridLayer(MegatronModule):
     def _mix(
         self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs, sums: ResidualSums
     ) -> tuple[Tensor, Tensor | None]:
-        """The output of the mixer on the normed input, and its bias."""
+        """Run the mixer on the normed input; return its output and its bias."""
         # From the dict: access to a module as an attribute takes longer than a small kernel.
         norm, mixer = self._modules[self.norm_name], self._modules[self.mixer_name]
         extra = (inputs,) if mixer.takes_stack_inputs else ()
@@ -215,8 +215,8 @@ class HybridStack(MegatronModule):
         return None
 
     def forward(self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs) -> Tensor:
-        """[T, hidden] -> [T, hidden], normed where this is the last stage; this rank's rows under
-        sequence parallelism."""
+        """Run the stack, [T, hidden] -> [T, hidden], normed where this is the last stage; this
+        rank's rows under sequence parallelism."""
         layers = self._steps()
         if self.streams is not None:
             hidden_Th = self.streams.split(hidden_Th)
@@ -235,8 +235,8 @@ class HybridStack(MegatronModule):
         return sums.normed(self.final_norm, hidden_Th)
 
     def _steps(self) -> list[Callable[..., Tensor]]:
-        """What the residual stream goes through: the layers. Several streams go through groups of
-        them, each up to a layer P."""
+        """Return what the residual stream goes through: the layers, or for several streams groups
+        of layers, each up to a layer P."""
         if self.streams is None:
             return list(self.layers)
         layers, groups = iter(self.layers), "".join(self.layer_type_list).split("P")
@@ -261,7 +261,7 @@ def _run(
     inputs: StackInputs,
     sums: ResidualSums | None = None,
 ) -> Tensor:
-    """[T, hidden] -> [T, hidden], one layer after the other."""
+    """Run one layer after the other, [T, hidden] -> [T, hidden]."""
     for layer in layers:
         hidden_Th = layer(hidden_Th, context, inputs, sums)
     return hidden_Th

@@ -49,7 +49,7 @@ class LayerKind:
 def _own(
     meaning: str, mixer: str, fields: _Groups, names: Sequence[str] = (), **params: Any
 ) -> LayerKind:
-    """A kind of this package. mixer: file in `models/mixers`, and class; names: see `LayerKind`."""
+    """Build a kind of this package. mixer: file in `models/mixers`, and class; names: as there."""
     names = names or ("norm", "mixer")
     return LayerKind(meaning, f"megatron_hybrid.models.mixers.{mixer}", fields, *names, params)
 
@@ -196,12 +196,12 @@ class LayerPattern:
 
     @property
     def memory_sources(self) -> dict[int, int]:
-        """Number (from 1) of each layer J -> that of the last layer S before it; 0: none is."""
+        """Number (from 1) of each layer J -> that of the last layer S before it, or 0."""
         found = [number for number, symbol in enumerate(self.symbols, 1) if symbol == "J"]
         return {number: self.symbols.rfind("S", 0, number) + 1 for number in found}
 
     def stages(self, num_stages: int) -> tuple[str, ...]:
-        """The layers of each pipeline stage.
+        """Split the layers into pipeline stages.
 
         A pattern with boundaries defines the stages; one without is cut into equal parts.
 

@@ -28,7 +28,7 @@ class LayerSpec:
 
 
 def resolve_layer_spec(config: HybridConfig) -> str:
-    """`local` or `transformer_engine`, for a config with `auto`.
+    """Choose `local` or `transformer_engine` for a config with `auto`.
 
     Transformer Engine runs on CUDA only, so the device on which the model is built decides.
     """
@@ -39,7 +39,7 @@ def resolve_layer_spec(config: HybridConfig) -> str:
 
 
 def get_norm(config: HybridConfig) -> type:
-    """The class of every norm of hidden states.
+    """Choose the class of every norm of hidden states.
 
     Raises:
         ImportError: `transformer_engine` is required and not installed.
@@ -52,8 +52,8 @@ def get_norm(config: HybridConfig) -> type:
 def build_norm(
     config: HybridConfig, size: int | None = None, eps: float | None = None
 ) -> nn.Module:
-    """A norm of hidden states. size: of the normed dimension, None: hidden_size; eps: None: the
-    config's."""
+    """Build a norm of hidden states. The size of the normed dimension is hidden_size by default,
+    and eps the config's."""
     eps = config.layernorm_epsilon if eps is None else eps
     return get_norm(config)(config=config, hidden_size=size or config.hidden_size, eps=eps)
 
@@ -64,7 +64,7 @@ def _lacks_bias(config: HybridConfig) -> bool:
 
 
 def get_mixer(symbol: str) -> type[Mixer]:
-    """The class of the mixer of a pattern symbol.
+    """Import the class of the mixer of a pattern symbol.
 
     Raises:
         TypeError: it is no mixer, or does not take what a mixer is called with.
@@ -79,7 +79,7 @@ def get_mixer(symbol: str) -> type[Mixer]:
 
 
 def get_layer_spec(config: HybridConfig, symbol: str) -> LayerSpec:
-    """The classes of the layer of a pattern symbol.
+    """Choose the classes of the layer of a pattern symbol.
 
     Args:
         config: that of the layer, `HybridConfig.for_layer`.

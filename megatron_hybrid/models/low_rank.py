@@ -37,14 +37,14 @@ class LowRankPart:
     name: str
     rank: int
     rows: Tensor | None = None
-    """bool [out]: its rows of the whole projection; None: all."""
+    """bool [out]: its rows of the whole projection; None means all."""
 
 
 def projections_of(model: HybridModel) -> dict[str, nn.Module]:
-    """The projections of this pipeline stage that can have adapters, by canonical name.
+    """Find the projections of this pipeline stage that can have adapters, by canonical name.
 
     Raises:
-        ValueError: those of the model cannot.
+        ValueError: the projections of the model cannot have any.
     """
     if any(type(each).__name__.startswith("TELayerNorm") for each in model.modules()):
         raise ValueError(
@@ -61,7 +61,7 @@ def projections_of(model: HybridModel) -> dict[str, nn.Module]:
 
 
 def adapters_of(model: HybridModel) -> dict[str, nn.Module]:
-    """The adapted projections of this pipeline stage, by canonical name."""
+    """Find the projections of this pipeline stage that have adapters, by canonical name."""
     return {
         model.canonical_name(name): module
         for name, module in model.named_modules()
@@ -115,20 +115,20 @@ class LowRankAdapter(nn.Module):
             self._mask = mask.to(**like)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The projection's input [..., in] -> what to add to its output [..., out]."""
+        """Map the projection's input [..., in] to what is added to its output [..., out]."""
         low = linear(F.dropout(x, self.dropout, self.training), self.a)
         low = exchange_ranks(low, self.group, self.splits_rows, self.by_column)
         return linear(low, self.own_b() * self.scale)
 
     def own_b(self) -> Tensor:
-        """B with 0 where a part's A has no effect, [out, rank] of this rank."""
+        """Return B with 0 where a part's A has no effect, [out, rank] of this rank."""
         if self._mask is None:
             return self.b
         self._mask = self._mask.to(self.b.device, self.b.dtype)
         return self.b * self._mask
 
     def product(self) -> Tensor:
-        """B A as it counts, [out, in] of this rank's weight, fp32."""
+        """Return the product B A that is added to this rank's weight, [out, in], fp32."""
         return self.own_b().float() @ self.a.float() * self.scale
 
 
@@ -147,8 +147,8 @@ def _mask(parts: list[LowRankPart], num_rows: int) -> Tensor:
 
 
 def cut_of_projection(projection: nn.Module) -> tuple[dist.ProcessGroup | None, bool, bool]:
-    """The tensor-parallel ranks of a projection (None: it is replicated), whether they split rows,
-    and whether they cut it by input column."""
+    """Return the tensor-parallel ranks of a projection (None if it is replicated), whether they
+    split rows, and whether they cut it by input column."""
     if isinstance(projection, ReplicatedLinear):
         return None, projection.weight.sequence_parallel, False
     by_column = isinstance(projection, RowParallelLinear)
@@ -158,7 +158,7 @@ def cut_of_projection(projection: nn.Module) -> tuple[dist.ProcessGroup | None, 
 def exchange_ranks(
     low: Tensor, group: dist.ProcessGroup | None, splits_rows: bool, by_column: bool
 ) -> Tensor:
-    """What all tensor-parallel ranks together have computed by A, from what this one has."""
+    """Return A's output of all tensor-parallel ranks, from that of this one."""
     if group is None or group.size() == 1:
         return low
     if by_column:

@@ -52,17 +52,17 @@ class PredictionLayers(MegatronModule):
         return self.mtp_model_layer
 
     def forward(self, hidden_Th: Tensor, embedding_Th: Tensor, context: MixerContext) -> Tensor:
-        """[T, hidden], twice -> [T, hidden]; this rank's rows under sequence parallelism."""
+        """Run a head, [T, hidden] twice -> [T, hidden]; rows split by sequence parallelism."""
         x_Th = self._input(hidden_Th, embedding_Th)
         x_Th = self.mtp_model_layer(x_Th, context, StackInputs(None))
         return self.final_layernorm(x_Th.to(embedding_Th.dtype))
 
     def cache_requirements(self) -> list[LayerCache]:
-        """State that each layer keeps between calls."""
+        """Describe what each layer keeps between calls."""
         return [layer.cache_requirements() for layer in self.mtp_model_layer.layers]
 
     def keep(self, hidden_Th: Tensor, embedding_Th: Tensor, context: MixerContext) -> None:
-        """`forward` up to the last layer that keeps something, for what the layers keep."""
+        """Run `forward` up to the last layer that keeps something, for what the layers keep."""
         kept = [n for n, cache in enumerate(self.cache_requirements()) if cache != LayerCache()]
         if not kept:
             return
@@ -71,7 +71,7 @@ class PredictionLayers(MegatronModule):
             x_Th = layer(x_Th, context, StackInputs(None))
 
     def _input(self, hidden_Th: Tensor, embedding_Th: Tensor) -> Tensor:
-        """The input of the layers."""
+        """Compute the layers' input from hidden states and embeddings."""
         config = self.config
         x_Tc = torch.cat((self.enorm(embedding_Th), self.hnorm(hidden_Th)), -1)
         x_Th = gather_last_dim(self.eh_proj(x_Tc)[0], self.tp_group)
@@ -112,8 +112,8 @@ class MultiTokenPrediction(MegatronModule):
 
 
 def _counted_once(config: HybridConfig, uses: int) -> HybridConfig:
-    """The config of layers that are used several times in a forward pass, but whose losses that
-    balance experts count once, as in core."""
+    """Copy the config for layers that are used several times in a forward pass, so that the losses
+    that balance experts count once, as in core."""
     config, coefficient = copy.copy(config), config.moe_aux_loss_coeff
     if isinstance(coefficient, list):
         config.moe_aux_loss_coeff = [one / uses for one in coefficient]
@@ -123,7 +123,7 @@ def _counted_once(config: HybridConfig, uses: int) -> HybridConfig:
 
 
 def next_rows(x_T: Tensor, ends: Tensor) -> Tensor:
-    """Each row's next one, and 0 after the last one of a sequence."""
+    """Replace each row by its next one, and the last one of a sequence by 0."""
     next_T = F.pad(x_T[1:], (0, 1))
     next_T[ends] = 0
     return next_T

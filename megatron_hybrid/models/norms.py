@@ -44,7 +44,7 @@ class LocalNorm(nn.Module):
             parameter.sequence_parallel = config.sequence_parallel
 
     def factor(self, dtype: torch.dtype) -> Tensor:
-        """Factor of the normed values, [hidden_size]."""
+        """Return the factor of the normed values, [hidden_size]."""
         weight = self.weight
         if weight.dtype == dtype and not self.zero_centered:
             return weight
@@ -55,7 +55,7 @@ class LocalNorm(nn.Module):
         return from_weights(self, str(dtype), make)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden_size] -> the same shape and dtype."""
+        """Normalise [..., hidden_size] -> the same shape and dtype."""
         weight = self.factor(compute_dtype(x))
         if not self.subtracts_mean:
             return rms_norm(x, weight, self.eps)
@@ -65,7 +65,7 @@ class LocalNorm(nn.Module):
         return y.to(x.dtype)
 
     def of_sum(self, x_Th: Tensor, added_Th: Tensor) -> tuple[Tensor, Tensor]:
-        """The RMSNorm of x + added, and x + added, by one launch on a GPU."""
+        """Return the RMSNorm of x + added, and x + added; a GPU needs one launch."""
         return rms_norm_of_sum(x_Th, added_Th, self.factor(compute_dtype(x_Th)), self.eps)
 
 
@@ -112,7 +112,7 @@ class SplitNorm(LocalNorm):
         self.part = slice(*cut.ranges(tp_group.rank())[0])
 
     def forward(self, x: Tensor) -> Tensor:
-        """This rank's part, [..., hidden_size * copies / ranks] -> the same shape and dtype."""
+        """Norm this rank's part, [..., hidden_size * copies / ranks], in the same dtype."""
         y = x.to(compute_dtype(x))
         if self.subtracts_mean:
             y = y - self._mean(y)
@@ -122,12 +122,12 @@ class SplitNorm(LocalNorm):
         return y.to(x.dtype)
 
     def _mean(self, x: Tensor) -> Tensor:
-        """Mean over the parts of all ranks, [..., 1]."""
+        """Compute the mean over the parts of all ranks, [..., 1]."""
         return sum_over_ranks(x.sum(-1, keepdim=True) / self.size_of_all, self.tp_group)
 
 
 def is_plain(norm: nn.Module | None) -> bool:
-    """Whether it is an RMSNorm of ours that nobody watches: another kernel may do its part."""
+    """Return whether this is our RMSNorm without hooks: then another kernel may do its part."""
     return (
         type(norm) is LocalNorm
         and not norm.subtracts_mean

@@ -107,7 +107,7 @@ class PackedWeight(nn.Module):
         return len(self.shape)
 
     def numel(self) -> int:
-        """Number of elements, unpacked."""
+        """Count the elements, unpacked."""
         return math.prod(self.shape)
 
     @property
@@ -124,7 +124,7 @@ class PackedWeight(nn.Module):
         return self.codes.device
 
     def parameter(self) -> nn.Parameter:
-        """A parameter in its place, without values."""
+        """Make a parameter for the weight's place, without values."""
         found = nn.Parameter(torch.empty(self.shape, dtype=self.dtype, device=self.device))
         if self.cut is not None:
             mark_tensor_parallel(found, self.cut)
@@ -133,7 +133,7 @@ class PackedWeight(nn.Module):
         return found
 
     def as_parameter(self) -> nn.Parameter:
-        """A `parameter` with the values of the weight."""
+        """Make a `parameter` with the values of the weight."""
         found = self.parameter()
         found.data.copy_(self.unpacked())
         return found
@@ -144,7 +144,7 @@ class PackedWeight(nn.Module):
         return self.codes, self.scale, self.outer, self.zero, self.rest
 
     def unpacked(self) -> Tensor:
-        """The weight, in the dtype that it was built in."""
+        """Return the weight as a tensor, in the dtype that it was built in."""
         return unpack(*self.parts, self.dtype)
 
     def __len__(self) -> int:
@@ -180,7 +180,7 @@ def require_unpacked(model: nn.Module, task: str) -> None:
 
 
 def linear(x: Tensor, weight: Tensor | PackedWeight, module: nn.Module) -> Tensor:
-    """x W^T, `[..., in] -> [..., out]`. module: whose weight it is."""
+    """Compute x W^T, `[..., in] -> [..., out]`; the weight is that of `module`."""
     if isinstance(weight, PackedWeight):
         rows = packed_linear(x.reshape(-1, x.shape[-1]), *weight.parts)
         return rows.view(*x.shape[:-1], rows.shape[-1])
@@ -188,12 +188,12 @@ def linear(x: Tensor, weight: Tensor | PackedWeight, module: nn.Module) -> Tenso
 
 
 def unpacked(weight: Tensor | PackedWeight) -> Tensor:
-    """A weight as a tensor."""
+    """Return a weight as a tensor."""
     return weight.unpacked() if isinstance(weight, PackedWeight) else weight
 
 
 def named_weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter | PackedWeight]]:
-    """The parameters of a module by name, where a packed weight counts as one."""
+    """Yield the parameters of a module by name; a packed weight counts as one."""
     packed = {name: part for name, part in module.named_modules() if isinstance(part, PackedWeight)}
     yield from packed.items()
     for name, parameter in module.named_parameters():
@@ -202,7 +202,7 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter | Packe
 
 
 def common_group(weight: Tensor | PackedWeight, group: int) -> int:
-    """The widest group of columns that divides `group`, all columns, and those of every rank."""
+    """Find the widest group of columns that divides `group`, all columns and each rank's."""
     cut, shape = cut_of(weight), weight.shape
     columns = shape[-1] if cut is None or cut.dim != weight.dim() - 1 else cut.size
     found = math.gcd(group, columns)
@@ -233,7 +233,7 @@ def _require_whole_codes(columns: int, cut: Cut | None, width: int) -> None:
 
 
 def _rows_apart(cut: Cut, num_rest: int) -> tuple[Cut, Cut]:
-    """The cuts of the leading rows and of the `num_rest` last ones."""
+    """Split a cut into those of the leading rows and of the `num_rest` last ones."""
     sections = list(cut.sections)
     rest: list[int] = []
     while sections and sum(rest) < num_rest:

@@ -34,7 +34,7 @@ _LAYER = re.compile(r"^(decoder\.layers\.|mtp\.layers\.\d+\.mtp_model_layer\.lay
 
 
 def canonical_name(name: str, layer_offset: int = 0) -> str:
-    """The canonical spelling of a parameter's name.
+    """Return the canonical spelling of a parameter's name.
 
     Args:
         layer_offset: number of layers in the pipeline stages before that of `name`.
@@ -53,7 +53,7 @@ def canonical_name(name: str, layer_offset: int = 0) -> str:
 
 
 def is_parameter(name: str) -> bool:
-    """Whether a state-dict key names a tensor of the model, not a module's private extra state."""
+    """Return whether a state-dict key names a tensor of the model, not private extra state."""
     return not name.endswith("._extra_state")
 
 
@@ -63,16 +63,16 @@ def is_of_prediction(name: str) -> bool:
 
 
 def separate_expert(name: str) -> tuple[str, int] | None:
-    """The name of the stacked tensor and the expert's number, of a tensor of a single expert; None
-    for other names."""
+    """Split the name of a single expert's tensor into that of the stacked tensor and the expert's
+    number; None for other names."""
     match = _EXPERT.match(name)
     number = (match["number"] or match["last"]) if match else ""
     return (match["experts"] + match["name"], int(number)) if number else None
 
 
 def group_experts(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """The tensors of a state dict that may have separate experts: the others by name, and those of
-    the experts in order, by the name of the stacked tensor."""
+    """Group the tensors of a state dict that may have separate experts: the others by name, and
+    those of the experts in order, by the name of the stacked tensor."""
     others: dict[str, Any] = {}
     apart: dict[str, dict[int, Any]] = {}
     for name, value in state.items():
@@ -86,14 +86,14 @@ def group_experts(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, l
 
 
 def stack_experts(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict with stacked experts, from one that may have separate ones."""
+    """Stack the experts of a state dict that may have separate ones."""
     others, apart = group_experts(state)
     return others | {name: torch.stack(tensors) for name, tensors in apart.items()}
 
 
 def respell(model: nn.Module, state_dict: dict[str, Any], *_: Any) -> None:
-    """A hook that lets `load_state_dict` accept the names of both layer specs and any megatron-core
-    release."""
+    """Let `load_state_dict` accept the names of both layer specs and of any megatron-core release.
+    This is a hook."""
     own = {canonical_name(name): name for name in model.state_dict() if is_parameter(name)}
     stacked = stack_experts(state_dict)
     state_dict.clear()

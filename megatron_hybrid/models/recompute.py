@@ -30,15 +30,15 @@ def is_recomputing() -> bool:
 
 
 def once(function: Callable[[], T]) -> T:
-    """`function()`; in a part that is recomputed the result of its first run again, as other
-    micro-batches may have changed meanwhile what it reads."""
+    """Return `function()`; in a part that is recomputed, the result of its first run again, as
+    other micro-batches may have changed meanwhile what it reads."""
     known = _once.get()
     return function() if known is None else known(function)
 
 
 def recompute(function: Callable, *args: Any) -> Any:
-    """`function(*args)`; of what it computes, only the arguments are kept for the backward pass,
-    which runs it again: with the same random numbers, so with equal results.
+    """Return `function(*args)`, of which the backward pass keeps the arguments alone, and runs it
+    again: with the same random numbers, so with equal results.
 
     torch's checkpoint without re-entrance, as core's own needs CUDA, and takes no gradients to what
     `function` reads in addition to its arguments.
@@ -47,7 +47,7 @@ def recompute(function: Callable, *args: Any) -> Any:
 
 
 def recompute_if(wanted: bool, module: nn.Module, function: Callable, *args: Any) -> Any:
-    """`function(*args)`, recomputed if that is wanted and the module trains."""
+    """Return `function(*args)`, recomputed if that is wanted and the module trains."""
     if wanted and module.training and torch.is_grad_enabled():
         return recompute(function, *args)
     return function(*args)
@@ -55,8 +55,8 @@ def recompute_if(wanted: bool, module: nn.Module, function: Callable, *args: Any
 
 @contextmanager
 def recompute_output(output: Tensor, function: Callable[[Tensor], Tensor], x: Tensor) -> Iterator:
-    """Around all uses of `output = function(x)`: the backward pass computes it again from x, which
-    is kept, where they would have saved it."""
+    """Recompute an output around all of its uses, `output = function(x)`: the backward pass
+    computes it again from x, which is kept, where the uses would have saved it."""
     address, again = output.untyped_storage().data_ptr(), []
 
     def pack(saved: Tensor) -> Any:
@@ -77,7 +77,7 @@ def recompute_output(output: Tensor, function: Callable[[Tensor], Tensor], x: Te
 
 
 def is_selected(config: HybridConfig, *names: str | None) -> bool:
-    """Whether one of these parts is in the config's `recompute_modules`, and they are in use."""
+    """Return whether a part's name is in the config's `recompute_modules` and those are in use."""
     if config.recompute_granularity != "selective":
         return False
     return any(name in config.recompute_modules for name in names)

@@ -25,7 +25,7 @@ class Laurel(nn.Module):
         self.post_laurel_norm = build_norm(config)
 
     def forward(self, x_Th: Tensor) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
+        """Add the normed low-rank projection of x, [T, hidden] -> [T, hidden]."""
         low_Tr = self.linear_left(x_Th.to(self.post_laurel_norm.weight.dtype))
         return x_Th + self.post_laurel_norm(self.linear_right(low_Tr))
 
@@ -52,7 +52,7 @@ class StreamUpdate(nn.Module):
         inputs: StackInputs,
         sums: object = None,
     ) -> Tensor:
-        """[S, T, hidden] -> [S, T, hidden]; the other arguments are those of layers."""
+        """Update the streams, [S, T, hidden] -> [S, T, hidden], by layers with these arguments."""
         *layers, last = layers
         factors_TS = self.prediction_coefs(self._routed(streams_STh[0]))
         factors_SST1 = factors_TS.T.unflatten(0, (len(streams_STh), -1)).unsqueeze(-1)
@@ -88,12 +88,12 @@ class ResidualStreams(nn.Module):
         self.updates = nn.ModuleList(StreamUpdate(config) for _ in range(num_updates))
 
     def split(self, hidden_Th: Tensor) -> Tensor:
-        """[T, hidden] -> [S, T, hidden]."""
+        """Split [T, hidden] -> [S, T, hidden]."""
         others = (_as_large(project(hidden_Th), hidden_Th) for project in self.projections)
         return torch.stack([hidden_Th, *others])
 
     def merge(self, streams_STh: Tensor) -> Tensor:
-        """[S, T, hidden] -> [T, hidden]."""
+        """Merge [S, T, hidden] -> [T, hidden]."""
         first_Th, *others = streams_STh
         projected = (project(x_Th) for project, x_Th in zip(self.unembed_projections, others))
         total_Th = sum((_as_large(x_Th, first_Th) for x_Th in projected), first_Th)
@@ -101,7 +101,7 @@ class ResidualStreams(nn.Module):
 
 
 def _as_large(x_Th: Tensor, like_Th: Tensor) -> Tensor:
-    """x with the mean square of another tensor, row by row."""
+    """Scale x to the mean square of another tensor, row by row."""
     wide_Th, wide_like_Th = (each.to(compute_dtype(each)) for each in (x_Th, like_Th))
     size_T1, like_T1 = (each.square().mean(-1, True) for each in (wide_Th, wide_like_Th))
     # Rows of padding may be 0, where a square root has no gradient.

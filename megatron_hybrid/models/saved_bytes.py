@@ -32,14 +32,14 @@ class SavedBytes:
     total: int = 0
     layers: list[int] = field(default_factory=list)
     """Bytes that each layer of the stage is the first to keep. For layers that are recomputed
-    together it is 0: their input is in `total` alone."""
+    together these are 0, as their input is in `total` alone."""
     served: list[set[tuple[str, str]]] = field(default_factory=list)
     """Ops of each layer, and the backends that serve them."""
 
 
 def planned_model(config: HybridConfig, num_ranks: int, stage: int) -> HybridModel:
-    """One rank's part of a model without memory, in a job that is not there. What is added to it is
-    made under the `fake_mode` of its parameters.
+    """Build one rank's part of a model that takes no memory, for a job that does not exist. What is
+    added to it is made under the `fake_mode` of its parameters.
 
     Args:
         config: with the sizes of the layout.
@@ -101,7 +101,7 @@ def count_saved_bytes(model: HybridModel, rows: int, length: int, device_type: s
 
 
 def _noted(layer: nn.Module, kind: Any, twins: dict, found: SavedBytes, plan: Planning) -> Any:
-    """The forward pass of a layer, which notes what it keeps. Where another layer of its kind ran
+    """Return the forward pass of a layer, noting what it keeps. Where another layer of its kind ran
     before, it keeps as much."""
     run = layer.forward
 
@@ -124,7 +124,7 @@ def _noted(layer: nn.Module, kind: Any, twins: dict, found: SavedBytes, plan: Pl
 
 @contextmanager
 def _planned(model: HybridModel, device_type: str) -> Iterator[Planning]:
-    """Context in which ops serve a model of `planned_model` as on another device."""
+    """Return a context in which ops serve a model of `planned_model` as on another device."""
     plan = Planning(device_type)
     token = planning.set(plan)
     # The loss over a split vocabulary asks for its group by name.

@@ -51,7 +51,7 @@ class ArchitectureFields(ModelFields):
 
     num_residual_streams: Annotated[int, Range(ge=2)] | None = None
     """Streams of which the layers up to each `P` compute one; see `models/residual_streams.py`.
-    None: one, which all layers compute."""
+    None means one stream, which all layers compute."""
 
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
     """Kind of every norm outside of the recurrent mixers."""
@@ -94,7 +94,7 @@ class PerLayerInputFields(ModelFields):
     """Width of the token embedding of each `P` layer; see `mixers/per_layer_input.py`."""
 
     per_layer_vocab_size: Annotated[int, Range(ge=1)] | None = None
-    """Tokens that have such an embedding, those beyond have that of token 0; None: vocab_size."""
+    """Tokens with such an embedding; those beyond have that of token 0. None means vocab_size."""
 
     def check(self) -> None:
         self._require_for_layers(

@@ -20,24 +20,24 @@ class AttentionFields(LayerFields):
     """Query heads."""
 
     num_query_groups: int | None = None
-    """Key/value heads, a multiple or a divisor of the tensor-parallel size; None: one for each
+    """Key/value heads, a multiple or a divisor of the tensor-parallel size. None means one for each
     query head."""
 
     kv_channels: int | None = None
-    """Width of a head; None: hidden_size / num_attention_heads."""
+    """Width of a head; None means hidden_size / num_attention_heads."""
 
     value_channels: Annotated[int, Range(ge=1)] | None = None
-    """Width of a value head; None: kv_channels."""
+    """Width of a value head; None means kv_channels."""
 
     value_multiplier: float = 1.0
     """Factor of the values."""
 
     query_rank: Annotated[int, Range(ge=1)] | None = None
-    """Rank of the projection of queries, in two parts with a norm between them; None: full rank, in
-    one projection with keys and values."""
+    """Rank of the projection of queries, in two parts with a norm between them. None means full
+    rank, in one projection with keys and values."""
 
     softmax_scale: Annotated[float, Range(gt=0)] | None = None
-    """Factor of attention scores; None: kv_channels^-0.5, and (kv_channels / 2)^-0.5 in
+    """Factor of attention scores. None means kv_channels^-0.5, and (kv_channels / 2)^-0.5 in
     differential attention."""
 
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
@@ -56,7 +56,7 @@ class AttentionFields(LayerFields):
     """Biases in the projections of queries, keys and values, even without add_bias_linear."""
 
     attention_output_bias: bool | None = None
-    """A bias in the output projection of attention; None: as add_bias_linear says."""
+    """Whether attention's output projection has a bias; None means as add_bias_linear says."""
 
     qk_layernorm: bool = False
     """Norm queries and keys, before RoPE."""
@@ -82,7 +82,7 @@ class AttentionFields(LayerFields):
 
     differential_lambda: Annotated[float, Range(gt=0, lt=1)] | None = None
     """l of differential attention: the halves of a head's queries and keys have a softmax each, and
-    that of the second half is subtracted, times l plus what is learnt. None: one softmax a head."""
+    the second one is subtracted, times l plus what is learnt. None means one softmax a head."""
 
     attention_temperature_scale: Annotated[float, Range(ge=0)] | None = None
     """s: queries are multiplied by 1 + s log(1 + floor((position + offset) / floor))."""
@@ -142,7 +142,7 @@ class AttentionFields(LayerFields):
         self._require_even_rotation(self.rotary_dim, "kv_channels")
 
     def check_ranks(self) -> None:
-        """Raises ValueError unless heads divide over the ranks. Runs before megatron-core's own
+        """Raise ValueError unless heads divide over the ranks. This runs before megatron-core's own
         checks, too."""
         self._require_divisible("num_attention_heads")
         if self.num_query_groups is not None:
@@ -205,7 +205,7 @@ class LatentAttentionFields(LayerFields):
     """Fields of multi-head latent attention."""
 
     q_lora_rank: Annotated[int, Range(ge=1)] | None = 512
-    """Rank of an MLA layer's query projection; None: full rank, in one projection."""
+    """Rank of an MLA layer's query projection; None means full rank, in one projection."""
 
     kv_lora_rank: Annotated[int, Range(ge=1)] = 512
     """Width of the latent from which an MLA layer computes keys and values."""
@@ -228,7 +228,7 @@ class LatentAttentionFields(LayerFields):
     """Norms after an MLA layer's down projections."""
 
     latent_norm_epsilon: Epsilon | None = None
-    """Epsilon of these norms; None: layernorm_epsilon."""
+    """Epsilon of these norms; None means layernorm_epsilon."""
 
     def check(self) -> None:
         self._require_divisible("num_attention_heads")

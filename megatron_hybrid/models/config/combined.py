@@ -49,8 +49,8 @@ class SharedBlockFields(LayerFields):
     """Fields of a layer with a shared block."""
 
     shared_block_adapter_rank: Annotated[int, Range(ge=1)] | None = 16
-    """Rank of the adapters that each layer adds to the projections of its shared block; None: there
-    are none."""
+    """Rank of the adapters that each layer adds to the projections of its shared block; None means
+    no adapters."""
 
     shared_block_attention_adapters: bool = False
     """Adapters for queries, keys and values too, not for the MLP alone."""

@@ -39,7 +39,7 @@ class FieldGroup:
     """Field -> the fields whose defaults depend on it; they are None until `check`."""
 
     def check(self) -> None:
-        """Fills in the defaults that depend on other fields.
+        """Fill in the defaults that depend on other fields.
 
         Raises:
             ValueError: a field has no legal value, or contradicts another one; the message names
@@ -47,7 +47,7 @@ class FieldGroup:
         """
 
     def check_source(self, number: int, symbols: str, layers: Sequence[Any]) -> None:
-        """Raises ValueError unless the layer `number` can read what it reads of another one.
+        """Raise ValueError unless the layer `number` can read what it reads of another one.
 
         Args:
             number: from 1, through the whole model.
@@ -55,19 +55,19 @@ class FieldGroup:
         """
 
     def _require_positive(self, *fields: str) -> None:
-        """Raises ValueError unless these fields are whole numbers of 1 or more."""
+        """Raise ValueError unless these fields are whole numbers of 1 or more."""
         for field in fields:
             check_field(field, getattr(self, field), Annotated[int, Range(ge=1)])
 
     def _require_multiple(self, field: str, step: str, why: str) -> None:
-        """Raises ValueError unless a field is a multiple of another one. why: it must be."""
+        """Raise ValueError unless a field is a multiple of another one; `why` says why it must."""
         value, size = getattr(self, field), getattr(self, step)
         if value % size:
             raise ValueError(f"{field} is {value}, not a multiple of {step}={size}. {why}")
 
     def _require_even_rotation(self, dims: int, of: str) -> None:
-        """Raises ValueError if RoPE rotates an odd number of dimensions, or none. of: a field with
-        the width of a head."""
+        """Raise ValueError if RoPE rotates an odd number of dimensions, or none. `of` is a field
+        with the width of a head."""
         if self.position_embedding_type == "rope" and (dims % 2 or not dims):
             raise ValueError(
                 f"RoPE rotates {dims} of {of}={getattr(self, of)} dimensions (rotary_percent="
@@ -78,7 +78,7 @@ class FieldGroup:
     def _require_divisible(
         self, *fields: str, parallel_size: str = "tensor_model_parallel_size"
     ) -> None:
-        """Raises ValueError unless these fields are multiples of a number of ranks."""
+        """Raise ValueError unless these fields are multiples of a number of ranks."""
         size = getattr(self, parallel_size)
         for field in fields:
             value = getattr(self, field)
@@ -89,7 +89,7 @@ class FieldGroup:
                 )
 
     def _require_divisible_or_copied(self, *fields: str) -> None:
-        """Raises ValueError unless these fields are multiples or divisors of the tensor-parallel
+        """Raise ValueError unless these fields are multiples or divisors of the tensor-parallel
         size."""
         size = self.tensor_model_parallel_size
         for field in fields:
@@ -102,7 +102,7 @@ class FieldGroup:
                 )
 
     def _require_for_layers(self, field: str, layers: str, value: str) -> None:
-        """Raises ValueError unless a field that the pattern's `layers` require is set."""
+        """Raise ValueError unless a field that the pattern's `layers` require is set."""
         if getattr(self, field) is None:
             raise ValueError(
                 f"layer_pattern {self.layer_pattern!r} has layers of {layers}, but {field} is "
@@ -120,7 +120,7 @@ class LayerFields(FieldGroup):
 
 
 def check_types(config_class: type[FieldGroup], fields: Mapping[str, Any]) -> None:
-    """Checks values against the annotations of their fields.
+    """Check values against the annotations of their fields.
 
     Raises:
         ValueError: another value; names the field, the value and what it must be.
@@ -131,13 +131,13 @@ def check_types(config_class: type[FieldGroup], fields: Mapping[str, Any]) -> No
 
 
 def set_fields(config: FieldGroup) -> dict[str, Any]:
-    """The fields whose values are not their defaults, of which some of core's do not fit their
-    annotations."""
+    """Return the fields whose values are not their defaults; of core's, some defaults do not fit
+    their annotations."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     return {name: value for name, value in vars(config).items() if value is not defaults[name]}
 
 
 @cache
 def _hints(config_class: type[FieldGroup]) -> dict[str, Any]:
-    """Annotation of each field, with its limits."""
+    """Return the annotation of each field, with its limits."""
     return get_type_hints(config_class, include_extras=True) | _FIELDS_OF_CORE

@@ -127,7 +127,7 @@ class HybridConfig(
         warn_fields_without_effect(self)
 
     def check(self) -> None:
-        """Checks the groups of all layer kinds in the pattern; see `FieldGroup.check`."""
+        """Check the groups of all layer kinds in the pattern; see `FieldGroup.check`."""
         for symbol in self.symbols:
             self._check_layer(symbol)
 
@@ -142,7 +142,7 @@ class HybridConfig(
         return dict.fromkeys(self.pattern.symbols + "".join(self.pattern.predictions))
 
     def _check_predictions(self) -> None:
-        """Sets `mtp_num_layers` to the number of parts after `/`."""
+        """Set `mtp_num_layers` to the number of parts after `/`."""
         parts = len(self.pattern.predictions)
         if self.mtp_num_layers not in (None, parts):
             raise ValueError(
@@ -164,8 +164,8 @@ class HybridConfig(
             group.check(self)
 
     def _check_overrides(self, left_out: set[str]) -> None:
-        """Raises ValueError unless overrides name existing layers and fields of a layer, and each
-        layer is legal with its own. left_out: fields whose defaults depended on others."""
+        """Raise ValueError unless overrides name existing layers and fields of a layer, and each
+        layer is legal with its own. `left_out` are fields whose defaults depended on others."""
         symbols = self.pattern.symbols
         for layers, fields in self.layer_overrides.items():
             is_number = isinstance(layers, str) and layers.isdecimal()
@@ -190,7 +190,7 @@ class HybridConfig(
                 group.check_source(layer, number, symbols, layers)
 
     def _check_followers(self, number: int, symbol: str, left_out: set[str]) -> None:
-        """Refuses an override that would leave a dependent default as the model's."""
+        """Refuse an override that would leave a dependent default as the model's."""
         fields = self.overrides_of(number, symbol)
         for group in LAYER_KINDS[symbol].fields:
             for name, followers in group.followers.items():
@@ -203,7 +203,7 @@ class HybridConfig(
                     )
 
     def for_layer(self, number: int) -> HybridConfig:
-        """The config that one layer is built with: its overrides in place.
+        """Return the config that one layer is built with, its overrides in place.
 
         Args:
             number: from 1, through the whole model.
@@ -212,12 +212,12 @@ class HybridConfig(
         return self._with(symbol, self.overrides_of(number, symbol))
 
     def for_prediction(self, symbol: str) -> HybridConfig:
-        """The config that a layer for multi-token prediction is built with: the overrides of its
-        symbol in place."""
+        """Return the config that a layer for multi-token prediction is built with, the overrides of
+        its symbol in place."""
         return self._with(symbol, self.layer_overrides.get(symbol, {}))
 
     def _with(self, symbol: str, fields: Mapping[str, Any]) -> HybridConfig:
-        """The config of a layer with such overrides."""
+        """Return the config of a layer with these overrides."""
         if not fields:
             return self
         config = copy.copy(self)
@@ -228,7 +228,7 @@ class HybridConfig(
         return config
 
     def with_all_rows(self) -> HybridConfig:
-        """The config of parts that take and give the rows of all tensor-parallel ranks under
+        """Return the config of parts that take and give the rows of all tensor-parallel ranks under
         sequence parallelism."""
         if not self.sequence_parallel:
             return self
@@ -237,15 +237,15 @@ class HybridConfig(
         return config
 
     def overrides_of(self, number: int, symbol: str) -> dict[str, Any]:
-        """The `layer_overrides` of one layer: those of its symbol and those of its number (from 1,
-        through the whole model). The latter win."""
+        """Return the `layer_overrides` of one layer: those of its symbol and those of its number
+        (from 1, through the whole model). The latter win."""
         return {
             **self.layer_overrides.get(symbol, {}),
             **self.layer_overrides.get(str(number), {}),
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """The architecture as JSON-able values: what `config.json` of a checkpoint holds."""
+        """Return the architecture as JSON-able values, as a checkpoint's `config.json` holds it."""
         values = _encode({name: getattr(self, name) for name in SAVED_FIELDS})
         values["layer_overrides"] = {
             layers: _encode(fields) for layers, fields in self.layer_overrides.items()
@@ -257,7 +257,7 @@ class HybridConfig(
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], **overrides: Any) -> HybridConfig:
-        """The config that `to_dict` described; `overrides` are fields of this run.
+        """Build the config that `to_dict` described; `overrides` are fields of this run.
 
         Raises:
             ValueError: an unknown key, or a value that no config takes.
@@ -270,7 +270,7 @@ class HybridConfig(
         return cls(**{**decode_fields(values), **overrides})
 
     def differences(self, other: HybridConfig) -> list[str]:
-        """Names of the fields by which two configs describe models that compute different things.
+        """Name the fields by which two configs describe models that compute different things.
 
         Of layer fields, those that a layer of its kind reads are compared, overrides in place.
         """
@@ -303,7 +303,7 @@ class HybridConfig(
 
 
 def _fields_of(kind: type[FieldGroup]) -> tuple[str, ...]:
-    """The fields of all groups of one kind."""
+    """Return the names of the fields of all groups of one kind."""
     groups = [group for group in HybridConfig.__bases__ if issubclass(group, kind)]
     return tuple(field.name for group in groups for field in dataclasses.fields(group))
 
@@ -347,7 +347,7 @@ _DEFAULTS_OF_NORMS = {
 
 
 def _value(layer: HybridConfig, name: str, is_latent: bool) -> Any:
-    """A layer field for comparison, with its default in place."""
+    """Return a layer field's value for comparison, a default in place of None."""
     value = getattr(layer, name)
     if name == "rotary_scaling":
         return comparable_scaling(value)
@@ -371,7 +371,7 @@ _NAMED_VALUES: dict[str, dict[str, Any]] = {
 
 
 def _encode(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of config fields as JSON has them."""
+    """Return the values of config fields as JSON has them."""
     encoded = dict(fields)
     for name in _NAMED_VALUES.keys() & encoded.keys():
         names = {value: key for key, value in _NAMED_VALUES[name].items()}
@@ -380,7 +380,7 @@ def _encode(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decode_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of config fields, of which config.json has some by name.
+    """Return the values of config fields, of which config.json has some by name.
 
     Raises:
         ValueError: a name that stands for nothing.

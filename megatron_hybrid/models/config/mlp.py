@@ -15,7 +15,7 @@ class MLPFields(LayerFields):
         bias_activation_fusion: bool = False
 
     ffn_hidden_size: int | None = None
-    """Inner width of an MLP; None: 4 * hidden_size."""
+    """Inner width of an MLP; None means 4 * hidden_size."""
 
     gated_linear_unit: bool = True
     """Gate the MLP, as SwiGLU does."""

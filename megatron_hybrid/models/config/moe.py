@@ -31,19 +31,19 @@ class MoEFields(LayerFields):
     """Experts of a layer."""
 
     moe_ffn_hidden_size: int | None = None
-    """Inner width of an expert; None: ffn_hidden_size."""
+    """Inner width of an expert; None means ffn_hidden_size."""
 
     moe_shared_expert_intermediate_size: int | None = None
-    """Inner width of the shared expert, which takes every token; None: no shared expert."""
+    """Inner width of the shared expert, which takes every token; None means that there is none."""
 
     moe_shared_expert_gate: bool = False
     """Multiply the shared expert's output by the sigmoid of a projection of its input."""
 
     moe_shared_expert_clamp_value: Annotated[float, Range(ge=0)] | None = None
-    """Its activation_func_clamp_value, 0 for none; None: that of the experts."""
+    """Its activation_func_clamp_value; 0 means none, and None that of the experts."""
 
     moe_latent_size: Annotated[int, Range(ge=1)] | None = None
-    """Width of the latent in which the experts run, between two projections; None: hidden_size."""
+    """Width of the latent that experts run in, between two projections; None means hidden_size."""
 
     moe_apply_probs_on_input: bool = False
     """Multiply an expert's input by its routing weight, not its output."""
@@ -61,10 +61,10 @@ class MoEFields(LayerFields):
     """A bias per expert that affects the top-k choice, not the weights."""
 
     moe_router_num_groups: Annotated[int, Range(ge=1)] | None = None
-    """Groups of experts, of which moe_router_group_topk are chosen first; None: no groups."""
+    """Groups of experts, of which moe_router_group_topk are chosen first; None means no groups."""
 
     moe_router_group_topk: Annotated[int, Range(ge=1)] | None = None
-    """Groups that a token's experts are chosen from; None: all experts."""
+    """Groups that a token's experts are chosen from; None means all experts."""
 
     moe_router_topk_scaling_factor: Annotated[float, Range(gt=0)] | None = None
     """Factor of the weights of the chosen experts."""
@@ -101,7 +101,7 @@ class MoEFields(LayerFields):
                 )
 
     def check_routing(self) -> None:
-        """See `FieldGroup.check`. Runs before megatron-core's own checks of routing, which are
+        """See `FieldGroup.check`. This runs before megatron-core's own checks of routing, which are
         assertions."""
         self._require_positive("num_moe_experts")
         experts, topk = self.num_moe_experts, self.moe_router_topk
@@ -146,7 +146,7 @@ class MoEFields(LayerFields):
             )
 
     def _check_losses(self) -> None:
-        """Raises ValueError unless the losses of the router and their coefficients are legal."""
+        """Raise ValueError unless the losses of the router and their coefficients are legal."""
         kinds, factors = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
         lists = [isinstance(value, list) for value in (kinds, factors)]
         if lists[0] != lists[1] or (lists[0] and len(kinds) != len(factors)):
@@ -179,7 +179,7 @@ class MoERunFields(FieldGroup):
     """Fields of a run of a model with experts, which config.json does not hold."""
 
     moe_router_dtype: Literal["fp32", "fp64"] | None = "fp32"
-    """dtype of the router's logits; None: that of its input. (core's default is None.)"""
+    """dtype of the router's logits; None, which is core's default, means that of its input."""
 
     moe_router_force_biased: float | None = None
     """For benchmarks: choose by random logits, with a random bias per expert of this standard

@@ -54,7 +54,7 @@ class PositionFields(LayerFields):
 
 
 def check_rotary_scaling(scaling: Mapping[str, Any]) -> None:
-    """Raises ValueError where `mixers.rotary.frequencies` could not use a `rotary_scaling`."""
+    """Raise ValueError where `mixers.rotary.frequencies` could not use a `rotary_scaling`."""
     kind = scaling.get("rope_type")
     if kind not in _SCALING_NUMBERS:
         raise ValueError(
@@ -65,12 +65,12 @@ def check_rotary_scaling(scaling: Mapping[str, Any]) -> None:
 
 
 def yarn_scale(factor: float, mscale: float) -> float:
-    """YaRN's temperature: the factor of cos and sin for longer contexts."""
+    """Return YaRN's temperature: the factor of cos and sin for longer contexts."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def yarn_amplitude(scaling: Mapping[str, Any]) -> float:
-    """The factor of cos and sin of a `rotary_scaling` of YaRN."""
+    """Return the factor of cos and sin of a `rotary_scaling` of YaRN."""
     if (amplitude := scaling.get("attention_factor")) is not None:
         return float(amplitude)
     mscale, all_dims = scaling.get("mscale"), scaling.get("mscale_all_dim")
@@ -80,7 +80,7 @@ def yarn_amplitude(scaling: Mapping[str, Any]) -> float:
 
 
 def comparable_scaling(scaling: Mapping[str, Any] | None) -> Any:
-    """A `rotary_scaling` for comparison: of YaRN its numbers, however they were given."""
+    """Return a `rotary_scaling` for comparison: of YaRN its numbers, however they were given."""
     if not scaling or scaling.get("rope_type") != "yarn":
         return scaling
     return (

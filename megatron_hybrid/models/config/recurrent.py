@@ -28,7 +28,7 @@ class Mamba2Fields(LayerFields):
     size."""
 
     mamba_num_heads: Annotated[int, Range(ge=1)] | None = None
-    """Heads of a Mamba-2 layer; None: mamba_expand * hidden_size / mamba_head_dim."""
+    """Heads of a Mamba-2 layer; None means mamba_expand * hidden_size / mamba_head_dim."""
 
     mamba_expand: Annotated[int, Range(ge=1)] = 2
     """Inner width of a Mamba-2 layer in multiples of hidden_size, if mamba_num_heads is None."""
@@ -79,7 +79,7 @@ class Mamba2Fields(LayerFields):
         if limits[1] is not None and limits[1] < limits[0]:
             raise ValueError(
                 f"mamba_dt_min and mamba_dt_max are {limits}; time steps are positive, so the "
-                "limits need 0 <= mamba_dt_min <= mamba_dt_max (None: no upper limit)."
+                "limits need 0 <= mamba_dt_min <= mamba_dt_max (None means no upper limit)."
             )
         multipliers = self.mamba_section_multipliers
         if multipliers is not None and len(multipliers) != 5:
@@ -97,14 +97,14 @@ class Mamba1Fields(LayerFields):
     """States of each channel of a Mamba-1 layer."""
 
     mamba1_inner_size: Annotated[int, Range(ge=1)] | None = None
-    """Channels of a Mamba-1 layer; None: 2 * hidden_size."""
+    """Channels of a Mamba-1 layer; None means 2 * hidden_size."""
 
     mamba1_num_heads: Annotated[int, Range(ge=1)] = 1
     """Heads of a Mamba-1 layer: parts of its channels that have time steps, B and C of their own.
     """
 
     mamba1_dt_rank: Annotated[int, Range(ge=1)] | None = None
-    """Rank of the time-step projection of a Mamba-1 layer; None: hidden_size / 16, rounded up."""
+    """Rank of a Mamba-1 layer's time-step projection; None means hidden_size / 16, rounded up."""
 
     mamba1_conv_kernel: Annotated[int, Range(ge=2)] = 4
     """Width of the causal convolution of a Mamba-1 layer."""
@@ -177,7 +177,7 @@ class RGLRUFields(LayerFields):
     """Fields of a layer with a real-gated linear recurrent unit."""
 
     lru_width: Annotated[int, Range(ge=1)] | None = None
-    """Channels of a linear recurrent unit; None: hidden_size."""
+    """Channels of a linear recurrent unit; None means hidden_size."""
 
     lru_num_blocks: Annotated[int, Range(ge=1)] = 1
     """Blocks of channels that a linear recurrent unit's gates do not mix."""
@@ -210,7 +210,7 @@ class DeltaRuleFields(LayerFields):
 
     linear_num_key_heads: Annotated[int, Range(ge=1)] | None = None
     """Query and key heads of a Gated DeltaNet layer, all heads of a layer of Kimi Delta Attention
-    or lightning attention; None: hidden_size // linear_key_head_dim."""
+    or lightning attention; None means hidden_size // linear_key_head_dim."""
 
     linear_chunk_size: Annotated[int, Range(ge=1)] = 32
     """Tokens per chunk of a delta rule: speed only, as mamba_chunk_size."""
@@ -220,11 +220,11 @@ class DeltaRuleFields(LayerFields):
     of the state may have negative eigenvalues (arXiv 2411.12537)."""
 
     linear_norm_epsilon: Epsilon | None = None
-    """Epsilon of the output norm of a linear attention layer; None: layernorm_epsilon."""
+    """Epsilon of the output norm of a linear attention layer; None means layernorm_epsilon."""
 
     linear_norm_zero_centered_gamma: bool | None = None
-    """Whether the output norm's factor is 1 + weight; None: layernorm_zero_centered_gamma, as for
-    all other norms. Qwen3-Next has False here and True there."""
+    """Whether the output norm's factor is 1 + weight. None means layernorm_zero_centered_gamma, as
+    for all other norms. Qwen3-Next has False here and True there."""
 
     def check(self) -> None:
         if self.linear_num_key_heads is None:
@@ -242,7 +242,7 @@ class KimiDeltaAttentionFields(LayerFields):
 
     kda_decay_bound: Annotated[float, Range(lt=0)] | None = None
     """b: a Kimi Delta Attention layer's log decays are b sigmoid(exp(A) (f(x) + dt_bias)), and so
-    none is below b; None: -exp(A) softplus(f(x) + dt_bias)."""
+    none is below b. None means -exp(A) softplus(f(x) + dt_bias)."""
 
     kda_fp32_conv: bool = False
     """Keep the weights of a Kimi Delta Attention layer's convolution in fp32."""
@@ -284,7 +284,7 @@ class GatedDeltaNetFields(LayerFields):
     followers: ClassVar = {"linear_num_key_heads": ("linear_num_value_heads",)}
 
     linear_num_value_heads: Annotated[int, Range(ge=1)] | None = None
-    """Value heads of a Gated DeltaNet layer, a multiple of the key heads; None: twice as many."""
+    """Value heads of a Gated DeltaNet layer, a multiple of the key heads; None means twice them."""
 
     def check(self) -> None:
         """See `FieldGroup.check`. It comes after that of `DeltaRuleFields`."""

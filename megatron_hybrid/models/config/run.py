@@ -36,20 +36,20 @@ class RunFields(FieldGroup):
 
     recompute_method: Literal["uniform", "block"] | None = None
     """With `full`. `uniform`: all layers of a pipeline stage, `recompute_num_layers` at a time;
-    `block`: its first `recompute_num_layers`, one at a time. None: `uniform`."""
+    `block`: its first `recompute_num_layers`, one at a time. None means `uniform`."""
 
     recompute_num_layers: int | None = None
-    """See `recompute_method`. None: 1 with `uniform`; `block` needs it."""
+    """See `recompute_method`. None means 1 with `uniform`; `block` needs a number."""
 
     recompute_modules: list[str] | None = None
     """Parts of layers, as the mixers name them (`Mixer.recompute_name`, `recompute_parts`): whole
     mixers such as 'mamba', 'attention', 'mlp', 'moe', and 'core_attn', 'mla_up_proj',
-    'shared_experts'; 'layernorm', the norm in front of each mixer. None: 'core_attn'."""
+    'shared_experts'; 'layernorm', the norm before each mixer. None means 'core_attn'."""
 
     def check_recompute(self) -> None:
-        """Fills in the fields of recomputation; `recompute_modules` are checked when a model is
-        built. See `FieldGroup.check`. Runs in place of megatron-core's own checks, which know other
-        names."""
+        """Fill in the fields of recomputation; `recompute_modules` are checked when a model is
+        built. See `FieldGroup.check`. This runs in place of megatron-core's own checks, which know
+        other names."""
         if self.recompute_modules is None:
             self.recompute_modules = ["core_attn"]
         if self.recompute_granularity is None:

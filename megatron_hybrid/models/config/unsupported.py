@@ -147,7 +147,7 @@ WITHOUT_EFFECT = (
 
 
 def check_unsupported(config: TransformerConfig) -> None:
-    """Raises ValueError where a field that HybridModel does not read would change something."""
+    """Raise ValueError where a field that HybridModel does not read would change something."""
     defaults = _defaults(type(config))
     for fields, verdict, link in _REASONS:
         for name, remedy in fields.items():
@@ -159,7 +159,7 @@ def check_unsupported(config: TransformerConfig) -> None:
 
 
 def warn_fields_without_effect(config: TransformerConfig) -> None:
-    """Logs a warning with the fields that are set without effect, once per set of fields."""
+    """Log a warning with the fields that are set without effect, once per set of fields."""
     defaults = _defaults(type(config))
     idle = [
         name
@@ -179,5 +179,5 @@ def _warn_once(names: str) -> None:
 
 @cache
 def _defaults(config_class: type[TransformerConfig]) -> dict[str, object]:
-    """Field -> default, of the fields that the installed megatron-core has."""
+    """Return the default of each field that the installed megatron-core has, by name."""
     return {field.name: field.default for field in dataclasses.fields(config_class)}

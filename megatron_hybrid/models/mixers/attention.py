@@ -34,9 +34,9 @@ class AttentionMixer(Mixer):
     """Causal grouped-query attention.
 
     Args:
-        locality: None: a token sees all positions; "window": the last `config.sliding_window`;
+        locality: with None a token sees all positions; "window": the last `sliding_window`;
             "chunk": those of its own chunk of `config.attention_chunk_size`.
-        input_size: width of the input; None: hidden_size.
+        input_size: width of the input; None means hidden_size.
     """
 
     recompute_name = "attention"
@@ -126,7 +126,7 @@ class AttentionMixer(Mixer):
             mark_tensor_parallel(self.core_attention.softmax_offset, Cut(0, (heads,), tp_size))
 
     def cache_requirements(self) -> LayerCache:
-        """Keys and values, unless the layer reads those of another one."""
+        """Describe the keys and values, unless the layer reads those of another one."""
         if self.kv_layer != self.layer_number:
             return LayerCache()
         pattern = self.pattern
@@ -140,7 +140,7 @@ class AttentionMixer(Mixer):
         )
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
-        """[T, hidden] -> (output [T, hidden], bias or None)."""
+        """Run the mixer, [T, hidden] -> (output [T, hidden], bias or None)."""
         mixed, _ = self.linear_qkv(hidden_Th)
         if self.config.query_rank is not None:  # there is one group, which begins with its queries
             q, _ = self.linear_q_up_proj(self.latent_norm(self.linear_q_down_proj(hidden_Th)))
@@ -150,7 +150,7 @@ class AttentionMixer(Mixer):
     def attend(
         self, mixed: Tensor, context: MixerContext, layer_number: int
     ) -> tuple[Tensor, Tensor | None]:
-        """`forward` after the input projection, as the layer `layer_number`."""
+        """Run `forward` after the input projection, as the layer `layer_number`."""
         kv_layer = self.config.kv_source_layer or layer_number
         q_TKGD, kv, gate = self._heads(mixed)
         k, v = kv or (None, None)
@@ -191,8 +191,8 @@ class AttentionMixer(Mixer):
         return self.linear_proj(o)
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
-        """Queries [T, K, G, D]; keys and values, [T, K, D] each, or none if the layer reads those
-        of another one; gates of the heads of each key/value head, [T, K, G * D or G]."""
+        """Project to queries [T, K, G, D]; keys and values, [T, K, D] each, or none if the layer
+        reads those of another one; gates of each key/value head's heads, [T, K, G * D or G]."""
         config = self.config
         widths = self.head_dim, self.value_dim
         queries, outputs = (
@@ -214,7 +214,7 @@ class AttentionMixer(Mixer):
         return q, (k, v), gate
 
     def _weights_of_norms(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """Weights of the norms of q and k, where one launch may norm and rotate both."""
+        """Return the weights of the norms of q and k, where one launch may norm and rotate both."""
         norms = self.q_layernorm, self.k_layernorm
         config = self.config
         fits = config.qk_layernorm_scope == "head" and not config.qk_layernorm_after_rope
@@ -235,21 +235,21 @@ class AttentionMixer(Mixer):
         return norm(x_THD.flatten(1)).view_as(x_THD)
 
     def _l2_norm(self, x_THD: Tensor) -> Tensor:
-        """Each head with a mean square of 1."""
+        """Scale each head to a mean square of 1."""
         return F.rms_norm(x_THD.float(), x_THD.shape[-1:], eps=self.config.layernorm_epsilon).to(
             x_THD.dtype
         )
 
     def _temperature(self, positions_T: Tensor) -> Tensor:
-        """Factor of the queries, [T, 1, 1] fp32: it rises with the position, so that the softmax
-        stays sharp over long contexts."""
+        """Compute the factor of the queries, [T, 1, 1] fp32: it rises with the position, so that
+        the softmax stays sharp over long contexts."""
         config = self.config
         positions_T = positions_T + config.attention_temperature_offset
         steps = (positions_T // config.attention_temperature_floor).float()
         return (1.0 + config.attention_temperature_scale * steps.log1p())[:, None, None]
 
     def _sinks(self) -> Tensor | None:
-        """The logit of each head that carries no value, [H]."""
+        """Return the logit of each head that carries no value, [H]."""
         kind = self.config.softmax_type
         if kind == "learnable":
             return self.core_attention.softmax_offset

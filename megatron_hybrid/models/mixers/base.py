@@ -25,9 +25,9 @@ class StateTensor:
     """dtype between calls."""
     decay: Tensor | None = field(default=None, compare=False)
     """Typical factor of each element per token, 0 to 1, broadcastable to `shape`, by which an
-    encoding that rounds the state weighs errors. None: the state is never rounded."""
+    encoding that rounds the state weighs errors. None means that the state is never rounded."""
     full_size: int | None = None
-    """First dimension of the whole state, over all tensor-parallel ranks; None: `shape[0]`."""
+    """First dimension of the whole state, over all tensor-parallel ranks; None means `shape[0]`."""
 
     def __post_init__(self):
         if self.full_size is None:
@@ -48,14 +48,14 @@ class KVShape:
     head_dim: int
     """Width of a key."""
     window: int | None = None
-    """Positions that a token sees, its own included; None: not windowed."""
+    """Positions that a token sees, its own included; None means all of them."""
     chunk: int | None = None
-    """The token at position t sees [t // chunk * chunk, t]; None: not chunked."""
+    """The token at position t sees [t // chunk * chunk, t]; None means no chunks."""
     value_dim: int | None = None
-    """Width of a value; None becomes that of a key. 0: no values are kept, the layer computes them
-    from its keys (the latent cache of MLA)."""
+    """Width of a value; None becomes that of a key. With 0 no values are kept, and the layer
+    computes them from its keys (the latent cache of MLA)."""
     full_heads: int | None = field(default=None, compare=False)
-    """Key/value heads of all tensor-parallel ranks, each once; None: `num_heads`."""
+    """Key/value heads of all tensor-parallel ranks, each once; None means `num_heads`."""
 
     def __post_init__(self):
         if self.value_dim is None:
@@ -101,7 +101,7 @@ class MixerPlace:
     blocks use those of expert- and pipeline-parallel ranks too."""
 
     def with_input_projection(self, projection: type) -> MixerPlace:
-        """The place of a part whose input is normed already, or is not all of the layer's."""
+        """Return the place of a part whose input is normed already, or is not all of a layer's."""
         return replace(self, submodules=replace(self.submodules, input_projection=projection))
 
 
@@ -123,8 +123,8 @@ class StackInputs:
 
 
 def rank_generator(is_own: bool) -> AbstractContextManager:
-    """The generator of random numbers of what each tensor-parallel rank has its own part of: core's
-    for this rank. Where that is not initialised, on a CPU, torch's as for all else."""
+    """Return a context in which core's generator for this rank draws what each tensor-parallel rank
+    has its own part of; where it is not initialised (on a CPU), torch's draws that, too."""
     tracker = get_cuda_rng_tracker()
     return tracker.fork() if is_own and tracker.is_initialized() else nullcontext()
 
@@ -161,21 +161,21 @@ class Mixer(MegatronModule):
     """Whether it sums over expert-parallel ranks."""
 
     def cache_requirements(self) -> LayerCache:
-        """State of one sequence that is kept between calls."""
+        """Describe the state of one sequence that is kept between calls."""
         return LayerCache()
 
     def cut_reasons(self) -> tuple[str, ...]:
-        """Why a row may differ in its last bits by where its sequence is cut into calls; none: on a
-        CPU it does not."""
+        """Say why a row's last bits may depend on where its sequence is cut into calls. Without a
+        reason they do not, on a CPU."""
         return ()
 
     def training_reasons(self) -> tuple[str, ...]:
-        """Why a row may differ in its last bits from that of a forward without a cache: fields
-        that act in a trainer's alone."""
+        """Say why a row may differ in its last bits from that of a forward without a cache: by
+        fields that act in training alone."""
         found = [(name, getattr(self.config, name)) for name in self.training_fields]
         return tuple(f"{name} is {value}, in training alone" for name, value in found if value)
 
 
 def with_bias(output_Th: Tensor, bias: Tensor | None) -> Tensor:
-    """The output of a part, with its bias if it has one."""
+    """Add the bias of a part to its output, if it has one."""
     return output_Th if bias is None else output_Th + bias

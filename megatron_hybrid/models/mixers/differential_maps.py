@@ -40,13 +40,14 @@ class DifferentialMaps(nn.Module):
         self.subln = HeadNorm(config, value_dim, config.layernorm_epsilon, tp_group)
 
     def split(self, q_THD: Tensor) -> Tensor:
-        """Queries of two heads in the place of each, [T, 2 H, D]."""
+        """Make two heads of each, [T, 2 H, D]: either has half of the queries, and zeros as the
+        rest."""
         first, second = q_THD.chunk(2, -1)
         half = first.shape[-1]
         return torch.stack((F.pad(first, (0, half)), F.pad(second, (half, 0))), 2).flatten(1, 2)
 
     def subtract(self, o_THP: Tensor) -> Tensor:
-        """Outputs of these heads, [T, 2 H, P] -> [T, H, P]."""
+        """Subtract the second head's outputs of each pair, [T, 2 H, P] -> [T, H, P]."""
         dtype = compute_dtype(o_THP)
         first, second = o_THP.to(dtype).unflatten(1, (-1, 2)).unbind(2)
         factor = from_weights(self, str(dtype), lambda: self._factor(dtype))

@@ -32,7 +32,7 @@ class StackedLinear(nn.Module):
         shape: (experts of all ranks, out, in), full.
         dim: 1 or 2, the dimension of the weight that is cut over the ranks.
         groups: the ranks that experts are split among.
-        sections: full sizes of its blocks, each cut separately; None: one block.
+        sections: full sizes of its blocks, each cut separately; None means one block.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Experts(nn.Module):
         chosen_nE: Tensor,
         same_tokens_on_expert_ranks: bool,
     ) -> Tensor:
-        """[T, h] -> [T, h]; a row's result does not depend on other rows.
+        """Run the experts, [T, h] -> [T, h]; a row's result does not depend on other rows.
 
         Args:
             hidden_Th: n tokens, then padding rows, which get zeros; equal on tensor-parallel ranks.
@@ -161,9 +161,9 @@ class Experts(nn.Module):
         return reduce_from_tensor_model_parallel_region(y_Th, group)
 
     def _share(self, num_tokens: int) -> tuple[int, int]:
-        """(start, end) of the tokens that this rank brings to the experts. The tensor-parallel
-        ranks, which all have the same ones, take equal shares; those with pieces of the same
-        experts the same."""
+        """Return (start, end) of the tokens that this rank brings to the experts. The
+        tensor-parallel ranks all have the same tokens and take equal shares; ranks with pieces of
+        the same experts take the same share."""
         num_shares = self.tp_group.size() // self.groups.tp.size()
         share = self.tp_group.rank() // self.groups.tp.size()
         return num_tokens * share // num_shares, num_tokens * (share + 1) // num_shares

@@ -45,13 +45,13 @@ class GatedDeltaNetMixer(RecurrentMixer):
         self.out_proj = self._build_output(values)
 
     def recurrent_states(self) -> tuple[StateTensor, ...]:
-        """[H, N, P]."""
+        """Describe the state [H, N, P]."""
         shape = (self.num_value_heads, self.key_dim, self.value_dim)
         decay_HNP = typical_decay(self.A_log, self.dt_bias)[:, None, None]
         return (self._state("delta", shape, self.config.linear_num_value_heads, decay_HNP),)
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
-        """[T, hidden] -> (output [T, hidden], bias or None)."""
+        """Run the mixer, [T, hidden] -> (output [T, hidden], bias or None)."""
         projected, _ = self.in_proj(hidden_Th)
         qkv, gate, beta, alpha = projected.split(self.split_sizes, -1)
         qkv = self.conv1d(qkv, context, self.layer_number)

@@ -37,7 +37,7 @@ class GatedHeadNorm(HeadNorm):
         self.activation = activation
 
     def forward(self, y_THP: Tensor, gate_THP: Tensor) -> Tensor:
-        """Norm and gate in fp32 (float64 for float64); returns [T, H, P] in the dtype of y."""
+        """Normalise and gate in fp32 (float64 for float64); returns [T, H, P] in the dtype of y."""
         if self.bias is None:
             form = dict(norm_first=True, zero_centered=self.zero_centered, rounds_norm=True)
             return gated_rms_norm(y_THP, gate_THP, self.weight, self.eps, self.activation, **form)
@@ -46,7 +46,7 @@ class GatedHeadNorm(HeadNorm):
 
 
 def gated(y_TC: Tensor, z_TC: Tensor) -> Tensor:
-    """y SiLU(z) in fp32 (float64 for float64), in the dtype of y."""
+    """Return y SiLU(z) in fp32 (float64 for float64), in the dtype of y."""
     return activate(z_TC, F.silu, y_TC, in_fp32=True)
 
 
@@ -97,7 +97,7 @@ class GatedGroupNorm(nn.Module):
         return gated_rms_norm(*inputs, mean_square=mean_square).flatten(-2)
 
     def _mean_square(self, y_TGC: Tensor) -> Tensor:
-        """Mean over the channels of all ranks, [T, 1, channels of this rank] -> [T, 1, 1]."""
+        """Average over the channels of all ranks, [T, 1, channels of this rank] -> [T, 1, 1]."""
         # Each group has a place of its own, so one sum serves all ranks.
         place = self.tp_group.rank() * self.spread_groups // self.tp_group.size()
         own = y_TGC.square().sum(-1) / self.group_size

@@ -28,7 +28,7 @@ class GatedShortConvMixer(RecurrentMixer):
         self.out_proj = self._build_output(width, bias)
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
-        """[T, hidden] -> (output [T, hidden], bias or None)."""
+        """Run the mixer, [T, hidden] -> (output [T, hidden], bias or None)."""
         projected, _ = self.in_proj(hidden_Th)
         B_TC, C_TC, x_TC = projected.chunk(3, -1)
         return self.out_proj(C_TC * self.conv1d(B_TC * x_TC, context, self.layer_number))

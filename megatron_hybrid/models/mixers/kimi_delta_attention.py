@@ -64,7 +64,7 @@ class KimiDeltaAttentionMixer(RecurrentMixer):
         self.out_proj = self._build_output(values)
 
     def recurrent_states(self) -> tuple[StateTensor, ...]:
-        """[H, N, P]."""
+        """Describe the state [H, N, P]."""
         shape = (self.num_heads, self.key_dim, self.value_dim)
         dt_bias_HN = self.dt_bias.view(self.num_heads, self.key_dim)
         bound = self.config.kda_decay_bound
@@ -72,18 +72,18 @@ class KimiDeltaAttentionMixer(RecurrentMixer):
         return (self._state("delta", shape, self.config.linear_num_key_heads, decay_HNP),)
 
     def _gate(self, name: str, hidden_Th: Tensor) -> Tensor:
-        """The projection "f" or "g" of the hidden state, [T, C]."""
+        """Compute the projection "f" or "g" of the hidden state, [T, C]."""
         if not self.config.kda_low_rank_gates:
             return self._modules[f"{name}_proj"](hidden_Th)[0]
         return self._modules[f"{name}_b_proj"](self._modules[f"{name}_a_proj"](hidden_Th))[0]
 
     def training_reasons(self) -> tuple[str, ...]:
-        """Chunks, which are for gradients on a CPU."""
+        """Say that gradients on a CPU are computed by chunks."""
         size = self.config.linear_chunk_size
         return (f"linear_chunk_size is {size}: a trainer takes chunks",) if size > 1 else ()
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
-        """[T, hidden] -> (output [T, hidden], bias or None)."""
+        """Run the mixer, [T, hidden] -> (output [T, hidden], bias or None)."""
         projected, _ = self.in_proj(hidden_Th)
         qkv, beta_TH = projected.split([sum(self.qkv_sizes), self.num_heads], -1)
         qkv = self.conv1d(qkv, context, self.layer_number)

@@ -105,11 +105,11 @@ class LatentAttentionMixer(Mixer):
         )
 
     def cache_requirements(self) -> LayerCache:
-        """The latents, as keys of one head that contain its values."""
+        """Describe the cached latents: keys of one head, which contain its values."""
         return LayerCache(kv=KVShape(1, self.rank + self.head_dims[1], value_dim=0))
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
-        """[T, hidden] -> (output [T, hidden], bias or None)."""
+        """Run the mixer, [T, hidden] -> (output [T, hidden], bias or None)."""
         if self.config.q_lora_rank is None:
             q, _ = self.linear_q_proj(hidden_Th)
         else:
@@ -151,7 +151,7 @@ class LatentAttentionMixer(Mixer):
         return k_THD, v_THP
 
     def training_reasons(self) -> tuple[str, ...]:
-        """Its two forms, too."""
+        """Add that latent attention has two forms."""
         form = "latent attention runs on latents where these are cached, else on heads"
         return form, *super().training_reasons()
 
@@ -168,6 +168,6 @@ class LatentAttentionMixer(Mixer):
         return torch.einsum("thr,hpr->thp", full_rows(o_THr), values)[: len(o_THr)]
 
     def _up_weights(self) -> tuple[Tensor, Tensor]:
-        """W_uk [H, n, r] and W_uv [H, P, r]."""
+        """Return W_uk [H, n, r] and W_uv [H, P, r]."""
         weight = unpacked(self.linear_kv_up_proj.weight).unflatten(0, (self.num_heads, -1))
         return weight.split([self.head_dims[0], self.value_dim], 1)

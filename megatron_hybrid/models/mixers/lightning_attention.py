@@ -55,14 +55,14 @@ class LightningAttentionMixer(RecurrentMixer):
             )
 
     def recurrent_states(self) -> tuple[StateTensor, ...]:
-        """[H, P, N]."""
+        """Describe the state [H, P, N]."""
         config = self.config
         shape = self.num_heads, config.linear_value_head_dim, config.linear_key_head_dim
         decay_HPN = self.A_H.exp()[:, None, None]
         return (self._state("lightning", shape, config.linear_num_key_heads, decay_HPN),)
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
-        """[T, hidden] -> (output [T, hidden], bias or None)."""
+        """Run the mixer, [T, hidden] -> (output [T, hidden], bias or None)."""
         projected, _ = self.in_proj(hidden_Th)
         z, qkv = projected.split([self.split_sizes[0], sum(self.split_sizes[1:])], -1)
         if not self.config.lightning_rope:

@@ -70,10 +70,10 @@ class AuxiliaryLosses:
         self._num_micro_batches, self._counts_E = 0, 0
 
     def attach_to_logits(self, logits_nE: Tensor, padding_n: Tensor | None) -> Tensor:
-        """The logits, with the z-loss attached.
+        """Return the logits, with the z-loss attached.
 
         Args:
-            padding_n: bool, True for tokens that do not count; None: all count.
+            padding_n: bool, True for tokens that do not count; with None all count.
         """
         factor = self._config.moe_z_loss_coeff
         if not factor:
@@ -89,7 +89,7 @@ class AuxiliaryLosses:
         padding_n: Tensor | None,
         layout: RaggedLayout,
     ) -> Tensor:
-        """The routing weights, with the losses of load balancing attached.
+        """Return the routing weights, with the losses of load balancing attached.
 
         Args:
             logits_nE: those that the experts are chosen by.
@@ -125,8 +125,8 @@ class AuxiliaryLosses:
         return weights_nE
 
     def _count_globally(self, chosen_nE: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens of each expert in a micro batch of all data-parallel ranks, on average over those
-        of this global batch so far; and all tokens of this one."""
+        """Count the tokens of each expert in a micro batch of all data-parallel ranks, on average
+        over the micro batches of this global batch so far; and all tokens of this micro batch."""
         topk = self._config.moe_router_topk
         if self._dp_group is None:
             counts_E = chosen_nE.sum(0)
@@ -148,7 +148,7 @@ class AuxiliaryLosses:
         num_tokens: int | Tensor,
         is_part: bool = False,
     ) -> Tensor:
-        """`x` with a loss, which is recorded without its factor.
+        """Return `x` with a loss, which is recorded without its factor.
 
         Args:
             is_part: whether the data-parallel ranks have parts of the loss, else each its own.
@@ -169,7 +169,7 @@ class AuxiliaryLosses:
 
 
 def _shares_in_sequence(chosen_nE: Tensor, topk: int, layout: RaggedLayout) -> Tensor:
-    """Tokens of each expert in a token's sequence, by all tokens there that count, [n, E]."""
+    """Divide each expert's tokens in a token's sequence by all tokens there that count, [n, E]."""
     sequence_n = layout.sequence_ids(chosen_nE.device)
     counts_SE = chosen_nE.new_zeros(layout.num_sequences, chosen_nE.shape[1], dtype=torch.float32)
     counts_SE.index_add_(0, sequence_n, chosen_nE.float())

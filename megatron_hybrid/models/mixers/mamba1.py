@@ -84,7 +84,7 @@ class Mamba1Mixer(RecurrentMixer):
             bias.copy_(shard(initial_dt_bias(inner), bias, tp_rank))
 
     def _build_heads(self, heads: int) -> None:
-        """The projections to dt, B and C of each head."""
+        """Build the projections to dt, B and C of each head."""
         config, inner, rank = self.config, self.num_full_channels, self.split_sizes[0]
         width, channels = sum(self.split_sizes), inner // heads
         x_weight, dt_weight = torch.empty(heads * width, channels), torch.empty(inner, rank)
@@ -97,7 +97,7 @@ class Mamba1Mixer(RecurrentMixer):
         self.dt_proj_bias = self._own_part(initial_dt_bias(inner).to(dtype))
 
     def recurrent_states(self) -> tuple[StateTensor, ...]:
-        """[C, N], for each head."""
+        """Describe the state [C, N], for each head."""
         heads = self.num_heads
         has_heads = self.config.mamba1_num_heads > 1
         bias_C = self.dt_proj_bias if has_heads else self.dt_proj.bias
@@ -115,7 +115,7 @@ class Mamba1Mixer(RecurrentMixer):
     def forward(
         self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """[T, hidden] -> (output [T, hidden], bias or None)."""
+        """Run the mixer, [T, hidden] -> (output [T, hidden], bias or None)."""
         projected, _ = self.in_proj(hidden_Th)
         x_TC, z_TC = projected.chunk(2, -1)
         x_TC = self.conv1d(x_TC, context, self.layer_number)
@@ -150,7 +150,7 @@ class Mamba1Mixer(RecurrentMixer):
         return self.out_proj(gated(y_TC, z_TC))
 
     def _scan_inputs(self, x_TC: Tensor) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Time steps [T, C], their bias [C], B and C [T, N], of each head."""
+        """Compute time steps [T, C], their bias [C], B and C [T, N], of each head."""
         if self.config.mamba1_num_heads > 1:
             heads = self.num_heads
             weights = (self.x_proj_weight, self.dt_proj_weight, self.dt_proj_bias)
@@ -173,7 +173,7 @@ class Mamba1Mixer(RecurrentMixer):
         return [(dt_TC, dt_bias_C, B_TN, C_TN)]
 
     def _build_norm(self, size: int) -> nn.Module:
-        """The norm of dt, B or C: an RMS norm, for any `normalization`, or an identity."""
+        """Build the norm of dt, B or C: an RMS norm, for any `normalization`, or an identity."""
         config = self.config
         if config.mamba1_norm == "none":
             return nn.Identity()
@@ -203,6 +203,6 @@ class GatedMemoryMixer(RecurrentMixer):
     def forward(
         self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs
     ) -> tuple[Tensor, Tensor | None]:
-        """[T, hidden] -> (output [T, hidden], bias or None)."""
+        """Run the mixer, [T, hidden] -> (output [T, hidden], bias or None)."""
         z_TC, _ = self.in_proj(hidden_Th)
         return self.out_proj(gated(inputs.memories[self.source], z_TC))

@@ -62,13 +62,13 @@ class Mamba2Mixer(RecurrentMixer):
         self.out_proj = self._build_output(inner, config.mamba_proj_bias)
 
     def recurrent_states(self) -> tuple[StateTensor, ...]:
-        """[H, P, N]."""
+        """Describe the state [H, P, N]."""
         shape = (self.num_heads, self.head_dim, self.state_dim)
         decay_HPN = typical_decay(self.A_log, self.dt_bias)[:, None, None]
         return (self._state("ssm", shape, self.config.mamba_num_heads, decay_HPN),)
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
-        """[T, hidden] -> (output [T, hidden], bias or None)."""
+        """Run the mixer, [T, hidden] -> (output [T, hidden], bias or None)."""
         projected, _ = self.in_proj(hidden_Th)
         if self.multipliers is not None:
             projected = projected * self.multipliers

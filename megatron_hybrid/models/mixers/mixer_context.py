@@ -21,13 +21,13 @@ class LatentHeads(Protocol):
     rank: int
 
     def expand(self, latents_TL: Tensor) -> tuple[Tensor, Tensor]:
-        """Each head's own keys [T, H, D] and values [T, H, P]."""
+        """Compute each head's own keys [T, H, D] and values [T, H, P]."""
 
     def absorb(self, q_THD: Tensor) -> Tensor:
-        """Queries for the latents, [T, H, r + d]."""
+        """Compute queries for the latents, [T, H, r + d]."""
 
     def values(self, o_THr: Tensor) -> Tensor:
-        """Values [T, H, P] from each head's average of the latents' contents [T, H, r]."""
+        """Compute values [T, H, P] from each head's average of the latents' contents [T, H, r]."""
 
 
 class MixerContext(Protocol):
@@ -44,17 +44,17 @@ class MixerContext(Protocol):
 
     padding_mask_T: Tensor | None
     """Read in training alone: bool [T], True for rows that routers do not count, though their
-    sequences have them; None: all tokens count."""
+    sequences have them; None means that all tokens count."""
 
     def ragged_layout(self) -> RaggedLayout:
-        """Lengths, start positions and captures of this call."""
+        """Return the lengths, start positions and captures of this call."""
 
     def token_positions(self) -> Tensor:
-        """Absolute position of each row, [T] int64; 0 for padding rows."""
+        """Return the absolute position of each row, [T] int64; 0 for padding rows."""
 
     def states(self, layer_number: int, name: str) -> SlotStates | None:
-        """The slots of a state for a recurrent op; None: all sequences start from zeros, and
-        nothing is kept."""
+        """Return the slots of a state for a recurrent op. None means that all sequences start from
+        zeros and nothing is kept."""
 
     def attend(
         self,
@@ -65,13 +65,13 @@ class MixerContext(Protocol):
         pattern: AttentionPattern,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Attention of this call's tokens over all tokens of their sequences, [T, H, P].
+        """Compute attention of this call's tokens over all tokens of their sequences, [T, H, P].
 
         Args:
             layer_number: the layer whose keys and values are read.
             q_THD: queries, after RoPE.
             k_TKD, v_TKP: this call's keys (after RoPE) and values, which are kept for that layer;
-                None: that layer, an earlier one, has stored them in this call.
+                None if that layer, an earlier one, has stored them in this call.
             pattern: visible positions and form of scores.
             sinks_H: see `ops.paged_attention`.
         """
@@ -84,7 +84,7 @@ class MixerContext(Protocol):
         heads: LatentHeads,
         pattern: AttentionPattern,
     ) -> Tensor:
-        """Latent attention, [T, H, P]: over expanded heads, or over the latents.
+        """Compute latent attention, [T, H, P]: over expanded heads, or over the latents.
 
         Args:
             layer_number: of the layer, whose `KVShape` is one head of latents without values.

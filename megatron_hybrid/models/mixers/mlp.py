@@ -21,7 +21,7 @@ from megatron_hybrid.ops.checks import compute_dtype
 def activated(
     config: HybridConfig, x_Tg: Tensor, tp_group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Activation and gate of an MLP: [T, 2f] -> [T, f] if it is gated, else [T, f] -> [T, f].
+    """Apply activation and gate of an MLP: [T, 2f] -> [T, f] if it is gated, else [T, f] -> [T, f].
     `activation_sparsity` needs the ranks of all channels, the tp_group."""
     if not config.gated_linear_unit:
         return activate(x_Tg, config.activation_func)
@@ -42,7 +42,7 @@ def activated(
 
 
 def _sparse(config: HybridConfig, gate_Tf: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
-    """This rank's channels of a gate, less the quantile of `activation_sparsity`."""
+    """Lower this rank's channels of a gate by the `activation_sparsity` quantile, and clip at 0."""
 
     def mean(x_Tf: Tensor) -> Tensor:
         return sum_over_ranks(x_Tf.sum(-1, keepdim=True) / config.ffn_hidden_size, tp_group)
@@ -83,7 +83,7 @@ class MLPMixer(MLP, Mixer):
         mark_tensor_parallel(self.linear_fc2.weight, cut)
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
-        """[T, hidden] -> (output [T, hidden], bias or None)."""
+        """Run the mixer, [T, hidden] -> (output [T, hidden], bias or None)."""
         if self.config.bias_activation_fusion:
             output_Th, bias = super().forward(hidden_Th)
         else:

@@ -44,7 +44,7 @@ class MoEMixer(Mixer):
         )
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, None]:
-        """[T, hidden] -> (output [T, hidden], None); padding rows get the shared expert alone."""
+        """Return (output [T, hidden], None); padding rows get the shared expert alone."""
         weights_nE, chosen_nE = self.router(hidden_Th, context)
         latent = self.config.moe_latent_size is not None
         x_Th = self.fc1_latent_proj(hidden_Th) if latent else hidden_Th
@@ -71,7 +71,7 @@ class SharedExperts(MLPMixer):
         self.register_parameter("gate_weight", gate if config.moe_shared_expert_gate else None)
 
     def forward(self, hidden_Th: Tensor) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
+        """Run the shared expert, [T, hidden] -> [T, hidden]."""
         output_Th = with_bias(*super().forward(hidden_Th, None))
         if self.gate_weight is not None:
             # Not F.linear: over one column, the bits of a row would depend on the number of rows.
@@ -102,7 +102,7 @@ class DenseAndExpertsMixer(Mixer):
         self.experts = Experts(config, place.pg_collection)
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, None]:
-        """[T, hidden] -> (output [T, hidden], None); padding rows get the MLP alone."""
+        """Return (output [T, hidden], None); padding rows get the MLP alone."""
         dense_Th = with_bias(*self.dense(self.pre_dense_layernorm(hidden_Th), context))
         weights_nE, chosen_nE = self.router(self._router_input(hidden_Th), context)
         y_Th = self.experts(
@@ -114,7 +114,7 @@ class DenseAndExpertsMixer(Mixer):
         return self.post_dense_layernorm(dense_Th) + self.post_experts_layernorm(y_Th), None
 
     def _router_input(self, hidden_Th: Tensor) -> Tensor:
-        """Rows with a mean square of 1, scaled."""
+        """Divide rows by the root of their mean square, and scale them."""
         size = hidden_Th.shape[-1]
         normed_Th = F.rms_norm(
             hidden_Th.to(compute_dtype(hidden_Th)), (size,), eps=self.config.layernorm_epsilon

@@ -34,7 +34,7 @@ class PerLayerInputMixer(Mixer):
     def forward(
         self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs
     ) -> tuple[Tensor, None]:
-        """[T, hidden] -> (output [T, hidden], None)."""
+        """Run the mixer, [T, hidden] -> (output [T, hidden], None)."""
         inputs_Tp = inputs.per_layer_TJp[:, self.index]
         gated_Tp = activate(self.gate(hidden_Th), self.config.activation_func, inputs_Tp)
         return self.projection(gated_Tp), None
@@ -60,7 +60,7 @@ class PerLayerEmbedding(nn.Module):
         self.norm = build_norm(config, self.size)
 
     def forward(self, input_ids_T: Tensor, embedding_Th: Tensor) -> Tensor:
-        """Tokens, int64 [T], and their word embedding [T, hidden] -> [T, J, p]."""
+        """Map tokens, int64 [T], and their word embedding, [T, hidden], to [T, J, p]."""
         projected = self.projection(embedding_Th) * embedding_Th.shape[-1] ** -0.5
         projected_TJp = self.norm(projected.unflatten(-1, (-1, self.size)))
         # Gemma's factors of embeddings have the dtype of the weights.
@@ -72,5 +72,5 @@ class PerLayerEmbedding(nn.Module):
 
 @cache
 def rounded(factor: float, dtype: torch.dtype) -> float:
-    """The nearest number of a dtype; a tensor is made for it once."""
+    """Round a factor to a dtype. The result is cached, as rounding makes a tensor."""
     return torch.tensor(factor, dtype=dtype).item()

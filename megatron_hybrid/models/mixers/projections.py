@@ -84,14 +84,14 @@ def build_input_projection(
     input_size: int | None = None,
     init_method: Callable | None = None,
 ) -> nn.Module:
-    """hidden_size (or input_size) -> sum(sections) * repeats, split over the ranks by output row.
+    """Build hidden_size (or input_size) -> sum(sections) * repeats, split over ranks by output row.
 
     Args:
         sections: full sizes of the concatenated blocks, each cut separately.
         section_names: names of the sections in core's distributed checkpoints, if they have any.
         copies, repeats: see `Cut`.
         skip_bias_add: return the bias next to the output.
-        init_method: of the weight; None: the config's.
+        init_method: of the weight; None means the config's.
 
     Raises:
         ValueError: gradients of copies would be missed by `gradient_accumulation_fusion`.
@@ -136,8 +136,8 @@ def build_output_projection(
     output_size: int | None = None,
     init_method: Callable | None = None,
 ) -> nn.Module:
-    """width -> hidden_size (or output_size), split over the ranks by input column and summed over
-    them; drawn by `init_method`, or as the config draws output layers."""
+    """Build width -> hidden_size (or output_size), split over the ranks by input column and summed
+    over them; drawn by `init_method`, or as the config draws output layers."""
     tp = place.pg_collection.tp
     projection = place.submodules.row(
         width,
@@ -158,11 +158,11 @@ def build_output_projection(
 def replicated_weight(
     config: HybridConfig, *shape: int, dtype: torch.dtype | None = None
 ) -> nn.Parameter:
-    """A replicated weight, drawn like those of the projections. Under sequence parallelism core's
-    `finalize_model_grads` sums the gradients of all ranks' rows.
+    """Build a replicated weight, drawn like those of the projections. Under sequence parallelism
+    core's `finalize_model_grads` sums the gradients of all ranks' rows.
 
     Args:
-        dtype: None: `config.params_dtype`.
+        dtype: `config.params_dtype` by default.
     """
     weight = torch.empty(shape)
     if config.perform_initialization:
@@ -180,5 +180,5 @@ class ReplicatedLinear(nn.Module):
         self.weight = replicated_weight(config, output_size, input_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., input_size] -> [..., output_size]."""
+        """Project [..., input_size] -> [..., output_size]."""
         return linear(x, self.weight, self)

@@ -59,13 +59,13 @@ class ShortConv(nn.Module):
             sum_gradient_of_copies(parameter, tp_group)
 
     def state(self) -> StateTensor:
-        """The tail, the last K - 1 inputs: [C, K - 1], oldest first."""
+        """Describe the tail, the last K - 1 inputs: [C, K - 1], oldest first."""
         channels, _, width = self.weight.shape
         shape, full = (channels, width - 1), sum(self.cut.sections)
         return StateTensor(self.state_name, shape, self.tail_dtype, full_size=full)
 
     def forward(self, x_TC: Tensor, context: MixerContext, layer_number: int) -> Tensor:
-        """The activated convolution of each sequence, [T, C]."""
+        """Compute the activated convolution of each sequence, [T, C]."""
         return causal_conv1d(
             x_TC,
             self.weight.squeeze(1),
@@ -82,13 +82,13 @@ class RecurrentMixer(Mixer):
     Args:
         sections: widths of the parts of `in_proj`'s output, by their names in core's distributed
             checkpoints.
-        convolved: names of those that `conv1d` takes, as one; none: there is no convolution.
+        convolved: names of those that `conv1d` takes, as one; empty for no convolution.
         kernel_size: of the convolution.
-        copies: by name, ranks that have a copy of each part of a section; none: 1.
+        copies: by name, ranks that have a copy of each part of a section; 1 by default.
         bias: whether `in_proj` has one.
         conv_bias: whether `conv1d` has one.
         activation: of `conv1d`, "silu" or None.
-        conv_dtype: of the parameters of `conv1d`; None: that of the config.
+        conv_dtype: of the parameters of `conv1d`; None means that of the config.
     """
 
     input_projection = "in_proj"
@@ -96,7 +96,7 @@ class RecurrentMixer(Mixer):
     splits_rows = True
 
     chunk_field: str | None = None
-    """Field of the config with the rows that the recurrence takes at once; None: it has none."""
+    """Field of the config with the rows that the recurrence takes at once; None if it has none."""
 
     def __init__(
         self,
@@ -140,29 +140,29 @@ class RecurrentMixer(Mixer):
         )
 
     def _build_output(self, width: int, bias: bool = False) -> nn.Module:
-        """width channels of all ranks -> hidden_size."""
+        """Build the output projection: `width` channels of all ranks -> hidden_size."""
         return build_output_projection(self._place, self.config, width, bias=bias)
 
     def _own_part(self, full: Tensor) -> nn.Parameter:
-        """This rank's heads or channels of a parameter, the first dimension of `full`."""
+        """Cut this rank's heads or channels out of a parameter, along its first dimension."""
         tp = self.pg_collection.tp
         return sharded_parameter(full, Cut(0, (len(full),), tp.size()), tp.rank())
 
     def _decay_rates(self) -> Tensor:
-        """-exp(A_log), fp32."""
+        """Return -exp(A_log), fp32."""
         return from_weights(self, "A", lambda: -self.A_log.float().exp())
 
     def cache_requirements(self) -> LayerCache:
-        """A convolution tail and the state, those of them that there are."""
+        """Describe the convolution tail and the state, as far as there are any."""
         tail = () if self.conv1d is None else (self.conv1d.state(),)
         return LayerCache(states=(*tail, *self.recurrent_states()))
 
     def recurrent_states(self) -> tuple[StateTensor, ...]:
-        """States of the recurrence, in addition to the tail."""
+        """Describe the states of the recurrence; the tail is not one of them."""
         return ()
 
     def cut_reasons(self) -> tuple[str, ...]:
-        """Chunks, and states that are rounded between calls."""
+        """Name chunks of several rows, and states that are rounded between calls."""
         reasons, dtype = [], self.config.recurrent_state_dtype
         size = 1 if self.chunk_field is None else getattr(self.config, self.chunk_field)
         if size > 1:
@@ -174,5 +174,5 @@ class RecurrentMixer(Mixer):
     def _state(
         self, name: str, shape: tuple[int, ...], full_size: int, decay: Tensor
     ) -> StateTensor:
-        """Arguments as of `StateTensor`; it is kept in the dtype of the config."""
+        """Describe a state as `StateTensor` does; it is kept in the config's dtype for states."""
         return StateTensor(name, shape, self.config.recurrent_state_dtype, decay, full_size)

@@ -55,13 +55,13 @@ class RGLRUMixer(RecurrentMixer):
         self.out_proj = self._build_output(width, bias=True)
 
     def recurrent_states(self) -> tuple[StateTensor, ...]:
-        """[C, 1], so small that nothing is gained by rounding it."""
+        """Describe the state [C, 1], so small that nothing is gained by rounding it."""
         shape = (len(self.recurrent_param), 1)
         dtype = self.config.recurrent_state_dtype
         return (StateTensor("lru", shape, dtype, full_size=self.full_width),)
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
-        """[T, hidden] -> (output [T, hidden], bias or None)."""
+        """Run the mixer, [T, hidden] -> (output [T, hidden], bias or None)."""
         projected, _ = self.in_proj(hidden_Th)
         y_TC, x_TC = projected.chunk(2, -1)
         x_TC = self.conv1d(x_TC, context, self.layer_number)
@@ -87,7 +87,7 @@ class RGLRUMixer(RecurrentMixer):
         return self.out_proj(h_TC.to(y_TC.dtype) * y_TC)
 
     def _gate(self, name: str, x_TC: Tensor) -> Tensor:
-        """The gate "input" or "recurrent": sigmoids of each block's projection, fp32 [T, C]."""
+        """Compute the gate "input" or "recurrent": sigmoids of block projections, fp32 [T, C]."""
         weight_CB, bias_C = (self._parameters[f"{name}_gate_{part}"] for part in ("weight", "bias"))
         weight_HBB = weight_CB.unflatten(0, (self.num_blocks, -1))
         x_HTB = full_rows(x_TC).unflatten(1, (self.num_blocks, -1)).transpose(0, 1)

@@ -25,7 +25,7 @@ _SMALLEST_TABLE = 1024
 
 
 def frequencies(dim: int, base: float, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Radians per position of each pair, fp32 [dim / 2], and the factor of cos and sin.
+    """Compute the radians per position of each pair, fp32 [dim / 2], and the factor of cos and sin.
 
     `scaling` is `HybridConfig.rotary_scaling`, with the names and meanings of Hugging Face's
     `rope_parameters`: "linear" (arXiv 2306.15595), "llama3" (Llama 3.1's wavelength bands), "yarn"
@@ -51,7 +51,7 @@ def frequencies(dim: int, base: float, scaling: Mapping[str, Any]) -> tuple[Tens
         return kept * plain + (1.0 - kept) * plain / factor, 1.0
 
     def pair_of(turns: float) -> float:
-        """The (fractional) pair that makes this many turns in the original context."""
+        """Return which (fractional) pair makes this many turns in the original context."""
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     first = pair_of(scaling.get("beta_fast") or 32.0)
@@ -66,7 +66,7 @@ def frequencies(dim: int, base: float, scaling: Mapping[str, Any]) -> tuple[Tens
 
 
 def build_rotary(config: HybridConfig, dim: int) -> RotaryEmbedding | None:
-    """RoPE of `dim` dimensions of an attention layer's heads; None without RoPE."""
+    """Build RoPE of `dim` dimensions of an attention layer's heads; None without RoPE."""
     if config.position_embedding_type != "rope":
         return None
     return RotaryEmbedding(
@@ -80,7 +80,7 @@ class RotaryEmbedding:
     Args:
         dim: rotated dimensions, even.
         base: base of the frequencies.
-        scaling: see `frequencies`; None: as they are.
+        scaling: see `frequencies`; None means none.
         interleaved: pairs are neighbours.
     """
 
@@ -108,8 +108,8 @@ class RotaryEmbedding:
     def cos_sin_of_batch(
         self, layout: RaggedLayout, positions_T: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin of the angles of all rows of a call, each [T, 1, dim / 2] in `dtype`, cached
-        in the layout."""
+        """Return cos and sin of the angles of all rows of a call, each [T, 1, dim / 2] in `dtype`,
+        cached in the layout."""
         key = "rotary", self.dim, self.base, self._scaling, positions_T.device, dtype
         # By itself, as a tape would need tables of all positions that there may be.
         return layout.derived(key, lambda: served(self, (layout, positions_T, dtype)))
@@ -117,14 +117,14 @@ class RotaryEmbedding:
     def serve(
         self, layout: RaggedLayout, positions_T: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """`cos_sin_of_batch`, which is told on the host how far positions reach."""
+        """Compute `cos_sin_of_batch`; the layout says on the host how far positions reach."""
         # The layout holds the tables, too: a recorded step reads them as long as it is replayed.
         key = "rotary tables", self.dim, self.base, self._scaling, positions_T.device, dtype
         cos, sin = layout.cached(key, lambda: self.tables(layout.last_end, *key[-2:]))
         return cos[positions_T], sin[positions_T]
 
     def rotate(self, x_THD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-        """`x_THD` with its leading `dim` dimensions rotated; the rest is unchanged."""
+        """Rotate the leading `dim` dimensions of `x_THD`; the rest is unchanged."""
         return rotate(x_THD, *cos_sin, self.interleaved)
 
 
@@ -132,7 +132,7 @@ class RotaryEmbedding:
 def tables(
     dim: int, base: float, scaling: str, size: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin at positions [0, size), each [size, 1, dim / 2]; shared by all layers."""
+    """Return cos and sin at positions [0, size), each [size, 1, dim / 2]; shared by all layers."""
     # Outside inference mode, as a later training step may use the table.
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         radians, amplitude = frequencies(dim, base, json.loads(scaling))

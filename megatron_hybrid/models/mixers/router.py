@@ -65,8 +65,8 @@ class Router(nn.Module):
         self._losses.start_global_batch()
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor]:
-        """The weight of each expert for each token, fp32 (fp64 of such tokens) [n, E], and the
-        chosen ones, bool [n, E], `moe_router_topk` for each token. In training
+        """Return the weight of each expert for each token, fp32 (fp64 of such tokens) [n, E], and
+        the chosen ones, bool [n, E], `moe_router_topk` for each token. In training
         `moe_expert_capacity_factor` leaves some out; in evaluation and inference it does not, since
         a token's experts would depend on the others of its batch.
 
@@ -91,8 +91,8 @@ class Router(nn.Module):
     def _choose_in_training(
         self, logits_nE: Tensor, context: MixerContext
     ) -> tuple[Tensor, Tensor]:
-        """The weights and the choice, [n, E], without pairs that are dropped, and with the losses
-        attached."""
+        """Return the weights and the choice, [n, E], without pairs that are dropped, and with the
+        losses attached."""
         config, has_losses = self.config, torch.is_grad_enabled()
         padding_n = context.padding_mask_T
         if padding_n is not None:
@@ -119,7 +119,7 @@ class Router(nn.Module):
         return weights_nE, chosen_nE
 
     def _choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """The weight of each expert, and the chosen ones, bool, both [T, E]."""
+        """Return the weight of each expert, and the chosen ones, bool, both [T, E]."""
         config = self.config
         by_sigmoid = config.moe_router_score_function == "sigmoid"
         has_bias = config.moe_router_enable_expert_bias
@@ -150,9 +150,9 @@ class Router(nn.Module):
         return weights_TE, chosen_TE
 
     def _forced(self, logits_nE: Tensor) -> Tensor:
-        """Random logits where the config forces them, with the gradients of the given ones. They
-        are of torch's generator, which is the same on tensor-parallel ranks: all of these route
-        the same tokens."""
+        """Return random logits where the config forces them, with the gradients of the given ones.
+        torch's generator draws them, the same on all tensor-parallel ranks, which route the same
+        tokens."""
         config = self.config
         deviation = config.moe_router_force_biased
         if deviation is None and not config.moe_router_force_load_balancing:

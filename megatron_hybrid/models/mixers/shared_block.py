@@ -63,7 +63,7 @@ class SharedBlockMixer(Mixer):
         self.mamba = (Mamba1Mixer if is_mamba1 else Mamba2Mixer)(config, place)
 
     def cache_requirements(self) -> LayerCache:
-        """Keys and values of this layer's run of the block, states of its Mamba mixer."""
+        """Describe the keys and values of this run of the block, and its Mamba mixer's states."""
         full_heads = self.config.num_query_groups
         kv = KVShape(self.num_groups, self.config.kv_channels, full_heads=full_heads)
         return LayerCache(kv=kv, states=self.mamba.cache_requirements().states)
@@ -71,7 +71,7 @@ class SharedBlockMixer(Mixer):
     def forward(
         self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs
     ) -> tuple[Tensor, Tensor | None]:
-        """[T, hidden] -> (output [T, hidden], bias or None)."""
+        """Run the mixer, [T, hidden] -> (output [T, hidden], bias or None)."""
         if self.block is not None:
             inputs.shared_blocks[self.block_number] = self.block
         block = inputs.shared_blocks[self.block_number]
@@ -108,7 +108,7 @@ class SharedBlock(nn.Module):
         qkv_adapters: nn.ModuleList | None,
         mlp_adapter: LowRank | None,
     ) -> Tensor:
-        """[T, 2 * hidden] -> [T, hidden].
+        """Run the block, [T, 2 * hidden] -> [T, hidden].
 
         Args:
             layer_number: of the layer that runs it; each layer has its own keys and values.
@@ -138,7 +138,7 @@ class LowRank(nn.Module):
     Args:
         sections: full sizes of the outputs, concatenated, each cut separately.
         num_heads: how often the sections are repeated, for ranks with an equal part each, or
-            sharing one with as many others; None: once, and all ranks have a part.
+            sharing one with as many others; None means once, and all ranks have a part.
     """
 
     def __init__(
@@ -168,5 +168,5 @@ class LowRank(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., input_size] -> [..., this rank's part of the outputs]."""
+        """Map [..., input_size] -> [..., this rank's part of the outputs]."""
         return self.up(self.down(x))[0]

@@ -27,12 +27,12 @@ class ParallelHeadsMixer(Mixer):
         self.mamba = Mamba2Mixer(config, place)
 
     def cache_requirements(self) -> LayerCache:
-        """Keys and values of attention, states of Mamba-2."""
+        """Describe the keys and values of attention, and the states of Mamba-2."""
         kv = self.attention.cache_requirements().kv
         return LayerCache(kv=kv, states=self.mamba.cache_requirements().states)
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, None]:
-        """[T, hidden] -> (output [T, hidden], None)."""
+        """Run the mixer, [T, hidden] -> (output [T, hidden], None)."""
         config = self.config
         attended = self.attention(hidden_Th * config.attention_input_multiplier, context)
         scanned = self.mamba(hidden_Th * config.mamba_input_multiplier, context)
@@ -62,10 +62,10 @@ class AttentionAndMLPMixer(Mixer):
         self.mlp = MLPMixer(config, place)
 
     def cache_requirements(self) -> LayerCache:
-        """Keys and values."""
+        """Describe the keys and values."""
         return self.attention.cache_requirements()
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, None]:
-        """[T, hidden] -> (output [T, hidden], None)."""
+        """Run the mixer, [T, hidden] -> (output [T, hidden], None)."""
         parts = self.attention(hidden_Th, context), self.mlp(hidden_Th, context)
         return with_bias(*parts[0]) + with_bias(*parts[1]), None

@@ -34,7 +34,7 @@ class LocalDispatcher:
     def dispatch(
         self, hidden_nh: Tensor, weights_nE: Tensor, chosen_nE: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Rows [m, h] for this rank's experts, and where those of each end: see `expert_mlps`.
+        """Return the rows [m, h] for this rank's experts, and where each ends: see `expert_mlps`.
 
         Args:
             hidden_nh: this rank's tokens.
@@ -56,7 +56,7 @@ class LocalDispatcher:
         return x_mh, self._pairs.ends_E
 
     def combine(self, y_mh: Tensor) -> Tensor:
-        """Each token's weighted sum [n, h] of the outputs of its experts, in their dtype."""
+        """Return each token's weighted sum [n, h] of the outputs of its experts, in their dtype."""
         return self._pairs.sum(y_mh, self._weights_nE)
 
 
@@ -100,7 +100,7 @@ class AllToAllDispatcher:
 
 
 def _pairs_of(counts: Tensor, num_rows: int) -> ExpertPairs:
-    """The pairs of rows that have one expert each, and come rank by rank, then expert by expert.
+    """Pair each row with its only expert; rows come rank by rank, then expert by expert.
 
     Args:
         counts: rows, [ranks, E].
@@ -115,7 +115,7 @@ def _pairs_of(counts: Tensor, num_rows: int) -> ExpertPairs:
 def build_dispatcher(
     config: HybridConfig, groups: ExpertGroups, same_tokens_on_expert_ranks: bool
 ) -> LocalDispatcher | AllToAllDispatcher:
-    """The dispatcher of one forward."""
+    """Build the dispatcher of one forward."""
     if same_tokens_on_expert_ranks or groups.num_parts == 1:
         return LocalDispatcher(config, groups.own(config.num_moe_experts))
     return AllToAllDispatcher(config, groups.ep)

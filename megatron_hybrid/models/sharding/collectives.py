@@ -53,7 +53,7 @@ def _all_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_pieces(piece: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Every rank's `piece`, which is contiguous and of the same shape on all of them."""
+    """Gather every rank's `piece`, which is contiguous and of the same shape on all of them."""
     if group.size() == 1:
         return [piece]
     # Not all backends have floats of 8 bits.
@@ -69,7 +69,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def gather_rows(x_Th: Tensor, group: dist.ProcessGroup, *, whole_gradient: bool = False) -> Tensor:
-    """Every rank's rows one after the other, [T / ranks, ...] -> [T, ...].
+    """Gather every rank's rows one after the other, [T / ranks, ...] -> [T, ...].
 
     Args:
         whole_gradient: whether all ranks compute the same with all rows, so that each has the whole
@@ -80,14 +80,14 @@ def gather_rows(x_Th: Tensor, group: dist.ProcessGroup, *, whole_gradient: bool 
 
 
 def split_rows(x_Th: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's rows of an `x_Th` that all ranks have, [T, ...] -> [T / ranks, ...]; gradients
-    are gathered."""
+    """Take this rank's rows of an `x_Th` that all ranks have, [T, ...] -> [T / ranks, ...];
+    gradients are gathered."""
     return _Differentiable.apply(x_Th, group, _own_rows, _all_rows)
 
 
 def sum_and_split_rows(x_Th: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's rows of the sum of every rank's `x_Th`, [T, ...] -> [T / ranks, ...]; gradients
-    are gathered."""
+    """Take this rank's rows of the sum of every rank's `x_Th`, [T, ...] -> [T / ranks, ...];
+    gradients are gathered."""
     return _Differentiable.apply(x_Th, group, _own_rows_of_sum, _all_rows)
 
 
@@ -109,7 +109,7 @@ def _own_rows_of_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of every rank's `x`, which is overwritten.
+    """Sum every rank's `x`, which is overwritten.
 
     Differentiable: each rank computes something of its own with the sum, so gradients are summed,
     too.

@@ -18,18 +18,18 @@ def mark_experts(parameter: Tensor, num_experts: int) -> None:
 
 
 def num_experts_of(tensor: Tensor) -> int | None:
-    """Experts on all ranks of the layer of a tensor; None: it is no expert's."""
+    """Return the number of experts of a tensor's layer on all ranks; None if it is no expert's."""
     return getattr(tensor, "num_experts", None)
 
 
 def whole_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Shape of the whole tensor that a parameter or buffer is a piece of. No separate expert."""
+    """Return the shape of the whole tensor that `tensor` (no separate expert) is a piece of."""
     num_experts, shape = num_experts_of(tensor), full_shape(tensor)
     return shape if num_experts is None else (num_experts, *shape[1:])
 
 
 def own_piece(whole: Tensor, tensor: Tensor, groups: ProcessGroupCollection) -> Tensor:
-    """The piece of `whole` that lies in `tensor`."""
+    """Cut the piece that lies in `tensor` out of `whole`."""
     if (num_experts := num_experts_of(tensor)) is None:
         return shard(whole, tensor, groups.tp.rank())
     experts = ExpertGroups.of(groups)
@@ -38,9 +38,9 @@ def own_piece(whole: Tensor, tensor: Tensor, groups: ProcessGroupCollection) -> 
 
 
 def gather_whole(name: str, tensor: Tensor, groups: ProcessGroupCollection) -> dict[str, Tensor]:
-    """The whole tensor that `tensor` is a piece of, by its name; on every rank. Where the name is
-    that of a separate expert of this rank, there is one for each expert-parallel rank. Call it on
-    all ranks of a pipeline stage."""
+    """Gather the whole tensor that `tensor` is a piece of, on every rank, by its name. Where the
+    name is that of a separate expert of this rank, there is one for each expert-parallel rank. Call
+    it on all ranks of a pipeline stage."""
     piece = tensor.detach().contiguous()
     if (num_experts := num_experts_of(tensor)) is None:
         return {name: unshard(_gather(piece, groups.tp, tensor), tensor)}

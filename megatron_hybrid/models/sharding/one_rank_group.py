@@ -27,7 +27,7 @@ class OneRankGroup(dist.ProcessGroup):
         return OneRankGroup, ()
 
     def getBackendName(self) -> str:
-        """Name of the backend, as torch asks for it."""
+        """Name the backend, as torch asks for it."""
         return ONE_RANK_BACKEND
 
     @property

@@ -43,9 +43,9 @@ PARALLEL_SIZES = (
 def process_groups(
     config: HybridConfig, given: ProcessGroupCollection | None = None
 ) -> ProcessGroupCollection:
-    """The groups to build a model with.
+    """Return the groups to build a model with.
 
-    Without `given`, megatron-core's own, if the caller has set them up. Else those of a job of
+    Without `given`, they are megatron-core's own if the caller set them up. Else those of a job of
     several ranks are set up from the launcher's environment; in one process, the model gets groups
     that neither torch nor megatron-core knows, and both stay as they are.
     """
@@ -63,15 +63,15 @@ def process_groups(
 
 
 def core_process_groups(config: HybridConfig) -> ProcessGroupCollection:
-    """megatron-core's own groups, set up for the config if they are not; torch.distributed is."""
+    """Return megatron-core's own groups, set up if they are not; torch.distributed has to be."""
     if not parallel_state.model_parallel_is_initialized():
         _initialize_model_parallel(config)
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
 def ranks_needed(config: HybridConfig) -> int:
-    """Ranks that hold one model: megatron-core carves those of the experts out of those of each
-    pipeline stage."""
+    """Count the ranks that hold one model. megatron-core carves the ranks of the experts out of
+    those of each pipeline stage."""
     tp, expert_tp = config.tensor_model_parallel_size, config.expert_tensor_parallel_size
     of_experts = config.expert_model_parallel_size * expert_tp
     return config.pipeline_model_parallel_size * math.lcm(tp, of_experts)
@@ -120,7 +120,7 @@ class ExpertGroups:
     """The ranks among which the experts of a layer are split."""
 
     ep: dist.ProcessGroup | None
-    """Ranks with other experts each; None: one rank."""
+    """Ranks with other experts each; None means one rank."""
     tp: dist.ProcessGroup
     """Ranks with pieces of the same experts."""
     tp_ep: dist.ProcessGroup
@@ -130,7 +130,7 @@ class ExpertGroups:
 
     @classmethod
     def of(cls, groups: ProcessGroupCollection) -> ExpertGroups:
-        """The groups of a collection. One without groups of experts splits them as all else."""
+        """Find the groups of a collection. One without groups of experts splits them as all."""
         tp = getattr(groups, "expt_tp", None) or groups.tp
         replicas = getattr(groups, "expt_dp", None) or getattr(groups, "dp", None)
         return cls(
@@ -151,7 +151,7 @@ class ExpertGroups:
         return 0 if self.ep is None else self.ep.rank()
 
     def own(self, num_experts: int) -> range:
-        """Numbers of the experts of this rank, of `num_experts` of a layer."""
+        """Return the numbers of the experts of this rank, of `num_experts` of a layer."""
         size = num_experts // self.num_parts
         return range(self.part * size, (self.part + 1) * size)
 
@@ -174,8 +174,8 @@ def initialize_distributed() -> None:
 
 @contextmanager
 def torch_distributed() -> Iterator[None]:
-    """Context with a default process group, for code that cannot do without. In one process, all
-    groups that are made in here end with it; a caller's, and those of a job, stay."""
+    """Give code that cannot do without one a default process group. In one process, all groups that
+    are made in the context end with it; a caller's, and those of a job, stay."""
     initialize_distributed()
     is_own, had_groups = not dist.is_initialized(), parallel_state.model_parallel_is_initialized()
     hook = sys.excepthook  # which torch replaces
@@ -194,9 +194,9 @@ def torch_distributed() -> Iterator[None]:
 
 
 def job_store() -> tuple[dist.Store, int, int]:
-    """The store of the ranks that the environment names, this rank, and how many there are. Unlike
-    torch's, rank 0 does not wait for the others before it returns. Raises RankError if rank 0 is
-    not there in the five minutes that torch waits for it."""
+    """Return the store of the ranks that the environment names, this rank, and how many there are.
+    Unlike torch's, rank 0 does not wait for the others before it returns. Raises RankError if rank
+    0 is not there in the five minutes that torch waits for it."""
     names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
     given = [os.environ.get(name) for name in names]
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or None in given:
@@ -245,8 +245,7 @@ def _initialize_model_parallel(config: HybridConfig) -> None:
 
 @contextmanager
 def _all_groups_without_sockets() -> Iterator[None]:
-    """core asks for some groups of gloo by name: where others need no sockets, these do not,
-    either."""
+    """Let core's groups of gloo need no sockets where its other groups need none."""
     before = dist.new_group
     if dist.get_backend() == ONE_RANK_BACKEND:
         dist.new_group = lambda *args, **named: before(*args, **named | {"backend": None})

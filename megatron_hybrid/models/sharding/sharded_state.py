@@ -31,7 +31,7 @@ from megatron_hybrid.models.sharding.tensor_sharding import Cut, cut_of
 
 
 def sharded_state_dict(model: Any, prefix: str, metadata: dict | None) -> ShardedStateDict:
-    """Sharded tensors (and extra states) of a pipeline stage, by this rank's state-dict names.
+    """Return a pipeline stage's sharded tensors (and extra states), by its state-dict names.
 
     Args:
         model: a HybridModel; its parameters carry their sharding (`tensor_sharding`).
@@ -67,7 +67,7 @@ EXPERTS = ".mlp.experts.experts."
 
 
 def distributed_keys(model: Any) -> dict[str, str]:
-    """State-dict name -> key in core's distributed checkpoints, of this pipeline stage.
+    """Map state-dict names of this pipeline stage to keys in core's distributed checkpoints.
 
     Raises:
         ValueError: the model has a parameter for each expert.
@@ -91,7 +91,7 @@ def distributed_keys(model: Any) -> dict[str, str]:
 
 
 def _fused_norms(model: Any) -> dict[str, str]:
-    """Each layer's norm -> the projection after it, both as full canonical names."""
+    """Map each layer's norm to the projection after it, both as full canonical names."""
     layers = {
         f"decoder.layers.{i}.": layer
         for i, layer in enumerate(model.decoder.layers, model.layer_offset)
@@ -116,7 +116,7 @@ def _sharded_tensor(
     replica_id: tuple[int, int, int],
     singletons: bool,
 ) -> ShardedTensor | ShardedTensorFactory:
-    """The pieces of a parameter on this rank, at the places of core's own models."""
+    """Return the pieces of a parameter on this rank, at the places of core's own models."""
     cut = cut_of(parameter)
     if cut is None:
         return ShardedTensor.from_rank_offsets(key, parameter, replica_id=replica_id)
@@ -134,8 +134,8 @@ def _sharded_tensor(
 def _stacked_experts(
     key: str, parameter: Tensor, groups: ProcessGroupCollection, singletons: bool
 ) -> ShardedTensorFactory:
-    """The same of the stacked experts of this rank: a tensor per expert, or one with a leading
-    dimension of all experts."""
+    """Return the pieces of this rank's stacked experts: a tensor per expert, or one tensor with a
+    leading dimension of all experts."""
     ranks = ExpertGroups.of(groups)
     tp, num_experts = ranks.tp, num_experts_of(parameter)
     cut = cut_of(parameter)
@@ -170,7 +170,7 @@ def _pieces(
     singletons: bool,
     lead: tuple[tuple[int, int, int], ...] = (),
 ) -> list[ShardedTensor]:
-    """The pieces of one tensor.
+    """Return the pieces of one tensor.
 
     Args:
         lead: the place in a leading dimension of the key's tensor, if it has one.

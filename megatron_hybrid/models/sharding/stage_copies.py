@@ -59,14 +59,14 @@ class StageCopies:
                 self._add_block(model, owners)
 
     def name(self, name: str) -> str:
-        """The canonical name of a parameter of this stage, or of the one that it is a copy of."""
+        """Return the canonical name of a parameter of this stage, or of the one that it copies."""
         for own, owner in self._owners.items():
             if name.startswith(own):
                 return owner + name.removeprefix(own)
         return name
 
     def number(self, name: str) -> int:
-        """Which of the copies of a parameter has this stage's canonical name of it, from 0."""
+        """Return which copy of a parameter this stage's canonical name of it stands for, from 0."""
         return next((n for own, n in self._numbers.items() if name.startswith(own)), 0)
 
     @torch.no_grad()
@@ -118,14 +118,14 @@ def _send_first(values: Tensor, group: dist.ProcessGroup, first: int) -> None:
 
 
 def _flat(tensors: Sequence[Tensor], numel: int, group: dist.ProcessGroup) -> Tensor:
-    """The elements of tensors one after the other, in fp32; zeros without any tensor."""
+    """Join the elements of tensors, one after the other, in fp32; zeros without any tensor."""
     if not tensors:
         return torch.zeros(numel, device=_device_of(group))
     return torch.cat([tensor.float().flatten() for tensor in tensors])
 
 
 def _unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Inverse of `_flat`, in place."""
+    """Invert `_flat`, in place."""
     sizes = [tensor.numel() for tensor in tensors]
     for tensor, values in zip(tensors, flat.split(sizes) if sizes else ()):
         tensor.copy_(values.view_as(tensor))

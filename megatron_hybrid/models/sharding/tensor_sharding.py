@@ -31,10 +31,10 @@ class Cut:
     names: tuple[str, ...] | None = None
     """Names of the blocks in core's distributed checkpoints, if it keeps them apart."""
     copies: tuple[int, ...] | None = None
-    """Number of neighbouring ranks that hold the same piece of each block; None: all 1."""
+    """Number of neighbouring ranks that hold the same piece of each block; None means 1 for all."""
     repeats: int = 1
     unpadded_size: int | None = None
-    """Full size along `dim` without padding; None: there is none."""
+    """Full size along `dim` without padding; None if there is none."""
 
     @property
     def size(self) -> int:
@@ -47,7 +47,7 @@ class Cut:
         return tuple(stop - start for start, stop in self.ranges(0))
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
-        """(start, stop) in the full dimension of the rank's piece of each block, in its order."""
+        """Find (start, stop) of a rank's piece of each block in the full dimension, in order."""
         sharing = self.num_ranks // self.repeats
         row, rank = divmod(rank, sharing)
         at, found = row * sum(self.sections), []
@@ -59,12 +59,12 @@ class Cut:
         return found
 
     def copy_numbers(self, rank: int) -> list[int]:
-        """Number for each block which of the copies of its piece the rank holds, from 0."""
+        """Return for each block which copy of its piece the rank holds, from 0."""
         rank %= self.num_ranks // self.repeats
         return [rank % copies for copies in self._copies]
 
     def copied(self) -> Cut | None:
-        """The blocks of which several ranks hold a piece, as a tensor of their own; None: none."""
+        """Return the blocks with pieces that several ranks hold, as one tensor, if any."""
         blocks = [(size, copies) for size, copies in zip(self.sections, self._copies) if copies > 1]
         if not blocks:
             return None
@@ -72,7 +72,7 @@ class Cut:
         return Cut(self.dim, sections, self.num_ranks, copies=copies, repeats=self.repeats)
 
     def blocks(self) -> list[Cut]:
-        """Each block of the only row as a tensor of its own."""
+        """Return each block as a tensor of its own; this cut repeats none."""
         return [
             replace(self, sections=(size,), names=None, copies=(copies,))
             for size, copies in zip(self.sections, self._copies)
@@ -92,7 +92,7 @@ def mark_tensor_parallel(parameter: Tensor, cut: Cut) -> None:
 
 
 def cut_of(tensor: Tensor) -> Cut | None:
-    """Return how a tensor of a model is cut; None: every rank holds all of it."""
+    """Return how a tensor of a model is cut; None if every rank holds all of it."""
     return getattr(tensor, "cut", None)
 
 
@@ -111,7 +111,7 @@ def copy_marks(source: Tensor, target: Tensor, dropped_dims: int = 0) -> None:
 
 
 def full_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Shape of the whole tensor that `parameter` is this rank's piece of."""
+    """Return the shape of the whole tensor that `parameter` is this rank's piece of."""
     shape = list(parameter.shape)
     if (cut := cut_of(parameter)) is not None:
         shape[cut.dim] = cut.unpadded_size or cut.size
@@ -119,15 +119,15 @@ def full_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def sharded_parameter(full: Tensor, cut: Cut, rank: int) -> nn.Parameter:
-    """This rank's piece of `full`, which all ranks have drawn alike, so that a model starts with
-    the same weights on any number of them."""
+    """Return this rank's piece of `full`, which all ranks have drawn alike, so that a model starts
+    with the same weights on any number of them."""
     parameter = nn.Parameter(_piece(full, cut, rank).contiguous())
     mark_tensor_parallel(parameter, cut)
     return parameter
 
 
 def shard(full: Tensor, parameter: Tensor, rank: int) -> Tensor:
-    """One rank's piece of `full`, cut like `parameter`."""
+    """Return one rank's piece of `full`, cut like `parameter`."""
     cut = cut_of(parameter)
     return full if cut is None else _piece(full, cut, rank)
 
@@ -143,7 +143,7 @@ def _piece(full: Tensor, cut: Cut, rank: int) -> Tensor:
 
 
 def unshard(pieces: Sequence[Tensor], parameter: Tensor) -> Tensor:
-    """The whole tensor, from the pieces of all ranks in order. Inverse of `shard`."""
+    """Return the whole tensor, from the pieces of all ranks in order. Inverse of `shard`."""
     cut = cut_of(parameter)
     if cut is None:
         return pieces[0]
