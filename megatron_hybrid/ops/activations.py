@@ -46,51 +46,51 @@ def _instead_of(torchs: _Function) -> Callable[[_Function], _Function]:
 
 
 def _over_one_plus_exp(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    """x / (1 + exp(exponent)), in the memory of the exponent."""
+    """Compute x / (1 + exp(exponent)), in the memory of the exponent."""
     divisor = exponent.exp_().add_(1.0)
     return torch.div(x, divisor, out=divisor)
 
 
 @_instead_of(torch.sigmoid)
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """1 / (1 + exp(-x))."""
+    """Compute 1 / (1 + exp(-x))."""
     return x.neg().exp_().add_(1.0).reciprocal_()
 
 
 @_instead_of(F.softplus)
 def softplus(x: torch.Tensor) -> torch.Tensor:
-    """log(1 + exp(x)), which is x itself above 20."""
+    """Compute log(1 + exp(x)), which is x itself above 20."""
     return torch.maximum(x.clamp(max=20.0).exp_().log1p_(), x)
 
 
 @_instead_of(F.silu)
 def silu(x: torch.Tensor) -> torch.Tensor:
-    """x sigmoid(x)."""
+    """Compute x sigmoid(x)."""
     return _over_one_plus_exp(x, x.neg())
 
 
 @_instead_of(F.gelu)
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """x times the normal distribution's probability of less than x."""
+    """Multiply x by the normal distribution's probability of less than x."""
     return (x * math.sqrt(0.5)).erf_().add_(1.0).mul_(x).mul_(0.5)
 
 
 @_instead_of(lambda x: F.gelu(x, approximate="tanh"))
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """GELU in its tanh approximation, the activation of Gemma; (1 + tanh u) / 2 is a sigmoid of
-    2 u."""
+    """Compute GELU in its tanh approximation, the activation of Gemma; (1 + tanh u) / 2 is a
+    sigmoid of 2 u."""
     factor = -2.0 * math.sqrt(2.0 / math.pi)
     return _over_one_plus_exp(x, x.square().mul_(0.044715 * factor).add_(factor).mul_(x))
 
 
 @_instead_of(lambda x: x * torch.sigmoid(1.702 * x))
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """x sigmoid(1.702 x), the activation of GPT-OSS; core compiles its own at the first call."""
+    """Compute x sigmoid(1.702 x), as GPT-OSS; core compiles its own one at the first call."""
     return _over_one_plus_exp(x, x * -1.702)
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """max(x, 0)^2, the activation of Nemotron-H; core's own one is compiled at its first call."""
+    """Compute max(x, 0)^2, as Nemotron-H; core compiles its own one at the first call."""
     return F.relu(x).square()
 
 
@@ -108,5 +108,5 @@ _OURS: dict[_Function, _Function] = {F.silu: silu, F.gelu: gelu, torch.sigmoid: 
 
 
 def independent_of_place(activation: _Function) -> _Function:
-    """The function of this module that computes what torch's does; any other as it is."""
+    """Return this module's function that computes what torch's does; any other as it is."""
     return _OURS.get(activation, activation)

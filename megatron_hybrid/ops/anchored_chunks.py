@@ -25,7 +25,7 @@ class AnchoredChunks:
     sequences_S: Tensor
     """int32 `[S]`: the sequence of each chunk, from 0."""
     whole_S2: Tensor
-    """int32 `[S, 2]`: the number of each chunk, and 0: each as a sequence of one chunk."""
+    """int32 `[S, 2]`: each chunk's number and a 0, as each is a sequence of one chunk."""
     first_chunks_R: Tensor
     """int32 `[R + 1]`: the first chunk of each sequence, and S."""
     last_chunks_R: Tensor
@@ -43,7 +43,7 @@ class AnchoredChunks:
 
     @classmethod
     def of(cls, layout: RaggedLayout, chunk_size: int, device: torch.device) -> AnchoredChunks:
-        """The chunks of a layout, made once per chunk size and device and cached in the layout."""
+        """Return the chunks of a layout, made once per chunk size and device and cached in it."""
         return layout.cached(
             ("anchored_chunks", chunk_size, device), lambda: cls._make(layout, chunk_size, device)
         )

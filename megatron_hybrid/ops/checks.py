@@ -10,7 +10,7 @@ from megatron_hybrid.ops.ragged import RaggedLayout
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """float32, or float64 for float64 inputs (used only to check gradients)."""
+    """Return float32, or float64 for float64 inputs (used only to check gradients)."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -34,7 +34,7 @@ def without_autocast(op):
 
 
 def rows_between(x_T: torch.Tensor, first: int, end: int) -> torch.Tensor:
-    """`x_T[first:end]`; the tensor itself if that is all of it: a slice costs a copy in
+    """Return `x_T[first:end]`, or the tensor itself if that is all of it: a slice costs a copy in
     backward."""
     return x_T if (first, end) == (0, x_T.shape[0]) else x_T[first:end]
 
@@ -42,7 +42,7 @@ def rows_between(x_T: torch.Tensor, first: int, end: int) -> torch.Tensor:
 def tokens_of(
     layout: RaggedLayout, dtype: torch.dtype, *tensors_T: torch.Tensor
 ) -> Iterator[torch.Tensor]:
-    """Tensors without padding rows, whose gradients would be NaN where they are, in a dtype."""
+    """Take tensors without padding rows, whose gradients may be NaN in them, in a dtype."""
     return (rows_between(each, 0, layout.num_tokens).to(dtype) for each in tensors_T)
 
 
@@ -54,5 +54,5 @@ def pad_rows(y_T: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
 
 
 def join(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """`torch.cat`, without a copy of a single part."""
+    """Concatenate tensors, without a copy of a single one."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

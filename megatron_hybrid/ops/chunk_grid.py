@@ -14,7 +14,7 @@ from megatron_hybrid.ops.ragged import RaggedLayout
 class ChunkGrid:
     """Chunks of the sequences after the leading steps of a layout.
 
-    The grid is anchored at absolute position 0: the token at position t sits in row
+    The grid is anchored at absolute position 0, so the token at position t sits in row
     `t % chunk_size` of its chunk in every call. A sequence that starts inside a chunk leaves the
     rows before it empty; empty rows hold zeros, which change no state (decay 1, input 0). The S
     chunks are ordered by sequence.
@@ -22,7 +22,7 @@ class ChunkGrid:
 
     @classmethod
     def of(cls, layout: RaggedLayout, chunk_size: int, device: torch.device | str) -> ChunkGrid:
-        """The grid of a layout, made once per chunk size and device and cached in the layout."""
+        """Return the grid of a layout, made once per chunk size and device and cached in it."""
         return layout.cached(
             ("chunk_grid", chunk_size, torch.device(device)),
             lambda: cls(layout, chunk_size, device),
@@ -53,7 +53,7 @@ class ChunkGrid:
         self._capture_rows = torch.tensor(rows, dtype=torch.int64, device=device)
 
     def pad(self, x_T: torch.Tensor) -> torch.Tensor:
-        """Scan tokens `[tokens, ...]` laid out on the grid, `[S, L, ...]`, zeros in empty rows."""
+        """Lay tokens `[tokens, ...]` out on the grid, `[S, L, ...]`, with zeros in empty rows."""
         if not self.is_full:
             empty = x_T.new_zeros((self.chunk_size, *x_T.shape[1:]))
             pieces = []
@@ -66,7 +66,7 @@ class ChunkGrid:
         return x_T.reshape(self.num_chunks, self.chunk_size, *x_T.shape[1:])
 
     def unpad(self, y_SL: torch.Tensor) -> torch.Tensor:
-        """The tokens' rows of `[S, L, ...]` in flat order, `[tokens, ...]`."""
+        """Return the tokens' rows of `[S, L, ...]` in flat order, `[tokens, ...]`."""
         y_T = y_SL.flatten(0, 1)
         if self.is_full:
             return y_T
@@ -107,8 +107,8 @@ class ChunkGrid:
     def capture_decays(
         self, cum_SHL: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decays up to each captured row: of the chunk's start state `[n, H, 1]`, and of the
-        contributions of its rows `[n, H, L]`, 0 for the rows after the captured one.
+        """Compute the decays up to each captured row: of the chunk's start state `[n, H, 1]`, and
+        of the contributions of its rows `[n, H, L]`, 0 for the rows after the captured one.
 
         `cum_SHL` is the float64 running sum of log decays in each chunk. Dimensions after L are
         carried along.

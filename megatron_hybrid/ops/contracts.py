@@ -69,7 +69,7 @@ class Contract:
         return " or ".join(f"[{', '.join(form)}]" for form in self.forms)
 
     def sizes(self, known: Mapping[str, Any], shape: Sequence[int]) -> str:
-        """Its shapes in numbers, as far as they are known. shape: which tells what nothing else
+        """Write its shapes in numbers, as far as they are known; `shape` gives what nothing else
         does."""
 
         def size(word: str, own: int | str) -> str:
@@ -154,8 +154,8 @@ def check_of(
 
 
 def _lines(own: Contract, known: set[str], unknown: set[str]) -> list[str]:
-    """Lines of a check of one tensor. Names whose size it tells are added to those `known`, or
-    `unknown` where it may have been left out."""
+    """Write the lines of a check of one tensor. Names whose sizes it gives are added to those
+    `known`, or `unknown` where it may have been left out."""
     x = own.name
     fail = f"fail({x!r}, {x}, locals())"
     is_sure = not own.is_optional and len(own.forms) == 1 and own.kind != "stack"

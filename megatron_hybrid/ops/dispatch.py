@@ -23,7 +23,7 @@ VARIABLE = "MEGATRON_HYBRID_BACKEND"
 REFERENCE = "reference"
 
 forced: str | None = os.environ.get(VARIABLE) or None
-"""The one backend to use, read from the environment at import; None: the first that can serve."""
+"""The one backend to use, read from the environment at import; None means the first that can."""
 
 OPS: dict[str, Op] = {}
 """All ops by name."""
@@ -42,8 +42,8 @@ planning: ContextVar[Planning | None] = ContextVar("planning", default=None)
 
 
 def numbers_of(tensor: torch.Tensor, planned: list[int]) -> list[int]:
-    """The numbers of a vector, for the host, which waits for the device; `planned` of one without
-    values."""
+    """Read the numbers of a vector on the host, which waits for the device; `planned` for one
+    without values."""
     return tensor.tolist() if planning.get() is None else planned
 
 
@@ -61,7 +61,7 @@ class Backend:
     missing: str | None = None
     """Why it is unusable in this process, such as a library that is not installed."""
     device_type: str | None = None
-    """The one kind of device it serves, such as "cuda"; None: any."""
+    """The one kind of device it serves, such as "cuda"; None means any."""
     again: Callable[..., Callable[..., Any] | None] | None = None
     """Takes the op's inputs, and returns what computes the op with a gradient in the backward pass;
     None there: the reference. None here: `run` has a gradient, and takes tensors without values."""
@@ -187,7 +187,7 @@ class Op:
         return self.reference(*inputs)
 
     def refusals(self, *inputs: Any) -> dict[str, str | None]:
-        """Each backend in order, and why it cannot serve these inputs (any inputs, if none are
+        """Say of each backend in order why it cannot serve these inputs (any inputs, if none are
         given); None where it can."""
         inputs = self._check(*inputs) if inputs else ()
         reasons = {
@@ -207,7 +207,7 @@ class Op:
             logger.info("%s: %s cannot serve: %s", self.name, backend.name, reason)
 
     def _forced_backend(self, inputs: tuple) -> Backend | None:
-        """The backend of the forced name; None: the op has none, and its reference serves."""
+        """Return the backend of the forced name; None if the op lacks it: its reference serves."""
         check_forced()
         for backend in self.backends:
             if backend.name == forced:

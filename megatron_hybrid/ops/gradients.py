@@ -13,15 +13,15 @@ from torch.autograd.function import once_differentiable
 
 
 def are_wanted(inputs: tuple) -> bool:
-    """Whether autograd is to record a function of these inputs."""
+    """Return whether autograd is to record a function of these inputs."""
     if not torch.is_grad_enabled():
         return False
     return any(isinstance(one, Tensor) and one.requires_grad for one in inputs)
 
 
 def with_gradient(run: Callable[..., Any], again: Callable[..., Any], inputs: tuple) -> Any:
-    """`run(*inputs)`, a tensor or a tuple of tensors and None, with the gradient of `again`, which
-    computes the same in the backward pass."""
+    """Return `run(*inputs)`, a tensor or a tuple of tensors and None, with the gradient of `again`,
+    which computes the same in the backward pass."""
     return _Again.apply(run, again, *inputs)
 
 

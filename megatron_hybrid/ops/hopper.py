@@ -58,8 +58,8 @@ def can_race(config: triton.Config, in_registers: bool) -> bool:
 
 
 def without_races(configs: list[triton.Config], in_registers: bool) -> list[triton.Config]:
-    """Those of the configs that cannot race; where all can, as in a deterministic mode that has a
-    single one, one that megatron-core has otherwise."""
+    """Leave out the configs that can race. Where all can, as in a deterministic mode that has a
+    single one, return one that megatron-core has otherwise."""
     right = [config for config in configs if not can_race(config, in_registers)]
     return right or [triton.Config(TILES, num_stages=4, num_warps=2)]
 

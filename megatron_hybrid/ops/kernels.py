@@ -73,7 +73,7 @@ def kernel_backend(
 
 
 def _on_device_of(inputs: tuple) -> AbstractContextManager:
-    """Triton launches on the current device, wherever the tensors are."""
+    """Return a context with the device of the inputs, as Triton launches on the current one."""
     if INTERPRETED:
         return nullcontext()
     return torch.cuda.device(next(x.device for x in inputs if isinstance(x, torch.Tensor)))
@@ -108,7 +108,7 @@ class SequenceTable:
 
     @classmethod
     def of(cls, layout: RaggedLayout, device: torch.device) -> SequenceTable:
-        """The table of a layout."""
+        """Return the table of a layout."""
 
         def make() -> SequenceTable:
             owners, R = layout.capture_sequences, layout.num_sequences
@@ -127,8 +127,8 @@ class SequenceTable:
 
 
 def library_bounds(layout: RaggedLayout, device: torch.device) -> dict[str, Tensor]:
-    """Where sequences begin and end, as functions of fla-core take it: on the device, and on the
-    host, so that they do not wait for it."""
+    """Return where sequences begin and end, as functions of fla-core take it: on the device, and on
+    the host, so that they do not wait for it."""
     bounds = layout.cu_seqlens
     return {
         "cu_seqlens": layout.cached(("bounds", device), lambda: to_device(bounds, device)),
@@ -153,8 +153,8 @@ def leave_unspecialized(kernel: Any, *names: str) -> None:
 
 
 def aligned_rows(rows: Tensor) -> Tensor:
-    """Rows that begin at some row of a tensor, as kernels take them: Triton compiles a kernel anew
-    for a pointer that is no multiple of 16 bytes, so rows of another width are copied."""
+    """Return rows of a tensor as kernels take them. Triton compiles a kernel anew for a pointer
+    that is no multiple of 16 bytes, so rows of another width are copied."""
     is_aligned = rows.stride(0) * rows.element_size() % 16 == 0
     return rows if is_aligned else rows.clone(memory_format=torch.contiguous_format)
 
@@ -193,7 +193,7 @@ def input_refusal(*tensors: Tensor | None) -> str | None:
 
 
 def tf32_refusal(*tensors: Tensor | None) -> str | None:
-    """Why kernels cannot serve that multiply float32 on tensor cores, which read 10 bits of it."""
+    """Return why kernels with float32 on tensor cores, which read 10 bits of it, cannot serve."""
     if INTERPRETED or torch.get_float32_matmul_precision() != "highest":
         return None
     if any(tensor is not None and tensor.dtype == torch.float32 for tensor in tensors):

@@ -35,7 +35,7 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b, `[..., in] -> [..., out]`. Differentiable, but for a `reordered` weight.
+    """Compute x W^T + b, `[..., in] -> [..., out]`. Differentiable, but for a `reordered` weight.
 
     Args:
         x: `[..., in]`.
@@ -60,8 +60,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def full_rows(x: Tensor) -> Tensor:
-    """x `[T, ...]` with rows of zeros after it up to a multiple of `ROW_ALIGNMENT`: MKL's products,
-    and many of a GPU, round a row otherwise among fewer."""
+    """Append rows of zeros to x `[T, ...]` up to a multiple of `ROW_ALIGNMENT`: MKL's products, and
+    many of a GPU, round a row otherwise among fewer."""
     missing = -len(x) % ROW_ALIGNMENT
     return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x
 
@@ -74,8 +74,8 @@ def can_reorder(weight: Tensor) -> bool:
 
 
 def reordered(weight: Tensor) -> Tensor:
-    """A weight `[out, in]` in the layout that `linear` reads fastest: with equal results, those of
-    few rows in as little as half the time."""
+    """Return a weight `[out, in]` in the layout that `linear` reads fastest: with equal results,
+    those of few rows in as little as half the time."""
     if not can_reorder(weight):
         return weight
     # From 8 rows on, the layout for so many is that for any number.

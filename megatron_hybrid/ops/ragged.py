@@ -20,8 +20,9 @@ otherwise than those for several."""
 
 
 def row_alignment(device: torch.device, splits_rows: bool = False) -> int:
-    """Rows that batches on a device are padded to a multiple of. A CPU's products (`ops.linear`)
-    take two as they are, and any number. splits_rows: whether ranks have equal shares of them."""
+    """Return what rows of batches on a device are padded to a multiple of. A CPU's products
+    (`ops.linear`) take any number, two as they are. splits_rows: whether ranks have equal
+    shares."""
     return 2 if device.type == "cpu" and not splits_rows else ROW_ALIGNMENT
 
 
@@ -86,7 +87,7 @@ class RaggedLayout:
     @staticmethod
     @functools.lru_cache(maxsize=64)
     def uniform(num_sequences: int, length: int) -> RaggedLayout:
-        """`num_sequences` sequences of `length` tokens from position 0 (a training batch)."""
+        """Lay out `num_sequences` sequences of `length` tokens from position 0, to train on."""
         return RaggedLayout((length,) * num_sequences, (0,) * num_sequences)
 
     @functools.cached_property
@@ -147,7 +148,7 @@ class RaggedLayout:
         return tuple(owners)
 
     def cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """`make()`, cached under `key`, so that index tensors are built once and not per layer.
+        """Return `make()`, cached under `key`, so that index tensors are built once, not per layer.
 
         Tensors are made outside inference mode, so that autograd may save them.
         """
@@ -174,7 +175,7 @@ class RaggedLayout:
         return {}
 
     def token_positions(self, device: torch.device | str) -> torch.Tensor:
-        """Absolute position of each row, int64 `[T]`; padding rows have position 0."""
+        """Return the absolute position of each row, int64 `[T]`; padding rows have position 0."""
         sequences = zip(self.start_positions, self.lengths, strict=True)
         return self.cached(
             ("token_positions", torch.device(device)),
@@ -186,14 +187,14 @@ class RaggedLayout:
         )
 
     def live_positions(self) -> torch.Tensor:
-        """Absolute position of each token of a layout whose `starts` the device knows, int32."""
+        """Return the absolute position of each token, if the device knows the `starts`, int32."""
         if self.num_tokens == self.num_sequences:
             return self.starts
         steps = torch.arange(self.lengths[0], dtype=torch.int32, device=self.starts.device)
         return (self.starts.unsqueeze(1) + steps).flatten()
 
     def sequence_ids(self, device: torch.device | str) -> torch.Tensor:
-        """The sequence of each token, int64 `[num_tokens]` (padding rows have none)."""
+        """Return the sequence of each token, int64 `[num_tokens]` (padding rows have none)."""
         return self.cached(
             ("sequence_ids", torch.device(device)),
             lambda: to_device(np.repeat(range(self.num_sequences), self.lengths), device),

@@ -94,8 +94,8 @@ def _token_by_token(
     layout: RaggedLayout,
     captured_n: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Outputs of all tokens of the first sequences, whose states it changes. Those at captures are
-    written where they are kept, and read from there by the next token."""
+    """Run all tokens of the first sequences, whose states it changes. Those at captures are written
+    where they are kept, and read from there by the next token."""
     captured = {}
     if captured_n is not None:
         captured = dict(zip(layout.captures, captured_n.unbind()))
@@ -117,7 +117,7 @@ def _token_by_token(
 
 
 def decay_matrix(cum_L: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """exp(cum[i] - cum[j]) for i >= j and 0 above the diagonal: `[..., L]` -> `[..., L, L]`.
+    """Compute exp(cum[i] - cum[j]) for i >= j, 0 above the diagonal: `[..., L]` -> `[..., L, L]`.
 
     `cum_L` is a float64 running sum of log decays. After a strong decay the sums are in the
     hundreds, where the spacing of fp32 alone means an error of 1e-5 in later decays. So the sum is

@@ -26,7 +26,7 @@ class SlotStates(NamedTuple):
     slot_ids_R: torch.Tensor
     """int64 `[R]`, all different."""
     captured_n: torch.Tensor | None = None
-    """Output for the states at the layout's captures, `[n, *shape]`; None: the layout has none."""
+    """Output for the states at the layout's captures, `[n, *shape]`; None without captures."""
 
     @classmethod
     def zeros(
@@ -36,7 +36,7 @@ class SlotStates(NamedTuple):
         device: torch.device,
         dtype: torch.dtype = torch.float32,
     ) -> SlotStates:
-        """States of sequences that start and are not kept."""
+        """Make the states of sequences that start and are not kept."""
         pool = torch.zeros((num_sequences, *shape), dtype=dtype, device=device)
         return cls(pool, torch.arange(num_sequences, device=device))
 
@@ -93,12 +93,12 @@ class SlotOp(Op):
 def in_slots(
     scan: Callable[..., tuple], place: int, has_steps_in_place: bool = False
 ) -> Callable[..., Any]:
-    """The reference of a recurrent op: `scan` on states that are gathered and scattered.
+    """Make the reference of a recurrent op: `scan` on states that are gathered and scattered.
 
     Args:
         scan: a function; its argument number `place` is the initial states `[R, *shape]`, None for
             zeros, and the next one the layout. Returns `(outputs, final states, captured states)`.
-        place: number of the op's argument `SlotStates`; None there: start from zeros, keep nothing.
+        place: number of the argument `SlotStates`; None there starts from zeros, keeps nothing.
         has_steps_in_place: whether `scan` also takes `SlotStates`, for decodes alone and for chunks
             of one token; it then changes the states in the pool, writes those at the
             captures, and its last two results are None.
@@ -129,7 +129,7 @@ def in_slots(
 def states_or_zeros(
     states: torch.Tensor | SlotStates | None, shape: tuple[int, ...], like: torch.Tensor
 ) -> torch.Tensor | SlotStates:
-    """The initial states; for None zeros of `shape` in the compute dtype of `like`."""
+    """Return the initial states; for None zeros of `shape` in the compute dtype of `like`."""
     if states is None:
         return torch.zeros(shape, dtype=compute_dtype(like), device=like.device)
     return states

@@ -33,7 +33,7 @@ class Steps:
     num_rows: int = 0
     """Rows of outputs that are written."""
     y_T: Tensor | None = None
-    """Outputs; None: the states at the ends are all that is wanted, and are not rounded before."""
+    """Outputs; None if only the states at the ends are wanted, which are not rounded before."""
     captured_n: Tensor | None = None
     """See `SlotStates`."""
     offsets: Tensor | None = None
@@ -43,8 +43,8 @@ class Steps:
 
     @classmethod
     def of(cls, states: SlotStates, layout: RaggedLayout, chunk_size: int, y_T: Tensor) -> Steps:
-        """The leading steps of a layout; all sequences in chunks of one token. Where these are all,
-        rows of padding become zeros."""
+        """Return the leading steps of a layout, or all sequences in chunks of one token. Where
+        these are all, rows of padding become zeros."""
         table, R = SequenceTable.of(layout, y_T.device), layout.num_sequences
         count = R if chunk_size == 1 else layout.num_steps
         num_rows = layout.num_rows if count == R else layout.num_step_tokens
@@ -56,7 +56,7 @@ class Steps:
 
     @classmethod
     def inside(cls, chunks: AnchoredChunks, starts: Tensor) -> Steps:
-        """Steps from the starts of the chunks that have captures to these, which the pool has then.
+        """Make steps from the starts of chunks with captures to these, which the pool has then.
 
         starts: states at these starts, `[places, *shape]`.
         """

@@ -1,8 +1,8 @@
 """Tape: the operations of one call of a function, for later calls without the Python around them.
 
-On a CPU a forward of few rows takes longer to be told what to do than to do it: modules, checks,
-views that change nothing. A tape calls torch's operations alone, the same ones in the same order,
-on the same memory or on what the ones before have made. So its results have the same bits.
+On a CPU a forward of few rows takes less time than the Python around its operations: modules,
+checks, views that change nothing. A tape calls torch's operations alone, the same ones in the same
+order, on the same memory or on what the ones before have made. So its results have the same bits.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class Live:
         self._things: dict[int, tuple[Any, Callable[[], Any]]] = {}
 
     def add(self, thing: Any, now: Callable[[], Any]) -> None:
-        """now: gives what stands in its place."""
+        """Add a thing; `now` gives what stands in its place."""
         self._things[id(thing)] = thing, now
 
     def find(self, thing: Any) -> Callable[[], Any] | None:
-        """What gives what stands in its place; None: it stays."""
+        """Return what gives what stands in a thing's place; None if the thing stays."""
         found = self._things.get(id(thing))
         return None if found is None else found[1]
 
     def now(self, thing: Any) -> Any:
-        """What stands in its place, or the thing."""
+        """Return what stands in a thing's place, or the thing."""
         found = self.find(thing)
         return thing if found is None else found()
 
@@ -49,13 +49,13 @@ class Recorder(Protocol):
     """Notes what a function does, for later calls without it."""
 
     def takes_apart(self, op: Any) -> bool:
-        """Whether an op is called as it is in later calls, too."""
+        """Return whether later calls call the op as it is, too."""
 
     def call(self, op: Any, inputs: tuple) -> Any:
         """Serve an op that is taken apart."""
 
     def paused(self) -> AbstractContextManager[None]:
-        """Context of what later calls have the results of."""
+        """Return a context of operations whose results later calls have."""
 
 
 recording: ContextVar[Recorder | None] = ContextVar("recording", default=None)
@@ -63,7 +63,7 @@ recording: ContextVar[Recorder | None] = ContextVar("recording", default=None)
 
 @contextmanager
 def recorded_by(recorder: Recorder) -> Iterator[None]:
-    """Context of a function that is recorded."""
+    """Record the function that runs in this context."""
     token = recording.set(recorder)
     try:
         yield
@@ -72,7 +72,7 @@ def recorded_by(recorder: Recorder) -> Iterator[None]:
 
 
 def served(op: Any, inputs: tuple) -> Any:
-    """What an op serves, which a recording may take apart."""
+    """Serve an op, which a recording may take apart."""
     recorder = recording.get()
     if recorder is None or not recorder.takes_apart(op):
         return op.serve(*inputs)
@@ -80,7 +80,7 @@ def served(op: Any, inputs: tuple) -> Any:
 
 
 def once(make: Callable[[], T]) -> T:
-    """make(), whose result a recording keeps."""
+    """Return `make()`, whose result a recording keeps."""
     recorder = recording.get()
     if recorder is None:
         return make()
@@ -97,7 +97,7 @@ class Tape:
 
     Attributes:
         reason: why later calls run the function itself: in it the host reads a tensor, or makes
-            one, so that another call may do otherwise. None: they do not.
+            one, so that another call may do otherwise. None if they do not.
     """
 
     def __init__(self, run: Callable[[], Tensor], live: Live):
@@ -109,11 +109,11 @@ class Tape:
         self._call = replay if self.reason is None else run
 
     def take_first(self) -> Tensor:
-        """The result of the first call. It is given once, and not kept."""
+        """Return the result of the first call. It is given once, and not kept."""
         return self._first.pop()
 
     def __call__(self) -> Tensor:
-        """The result of another call."""
+        """Return the result of another call."""
         return self._call()
 
 
@@ -132,7 +132,7 @@ class _Writer(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context of operations that are not recorded."""
+        """Leave operations in this context out of the recording."""
         was, self._is_paused = self._is_paused, True
         try:
             yield
@@ -140,12 +140,12 @@ class _Writer(TorchDispatchMode):
             self._is_paused = was
 
     def takes_apart(self, op: Any) -> bool:
-        """Those that read on the host, and kernels that torch does not see."""
+        """Select ops that read on the host, and those with kernels that torch does not see."""
         others = (each for each in op.backends if each.missing is None)
         return op.reads_host or any(each.device_type != "cuda" for each in others)
 
     def call(self, op: Any, inputs: tuple) -> Any:
-        """It becomes an operation."""
+        """Serve an op that becomes an operation of the tape."""
         with self.paused():
             result = op.serve(*map(self._live.now, inputs))
         if not self._is_paused:
@@ -172,7 +172,7 @@ class _Writer(TorchDispatchMode):
         return result
 
     def _is_known(self, given: list[Tensor], made: list[Tensor]) -> bool:
-        """Whether results are no work: an input as it is, or views of what stays where it is."""
+        """Return whether results are no work: an input as it is, or views of what stays."""
         if given and len(made) == 1 and _is_same(made[0], given[0]):
             self._kept.append(made[0])
             self._names[id(made[0])] = self._text(given[0])
@@ -196,13 +196,13 @@ class _Writer(TorchDispatchMode):
         self._lines.append((names, call))
 
     def _name(self, value: Tensor) -> str:
-        """A new name of what an operation has made."""
+        """Give what an operation has made a new name."""
         self._kept.append(value)
         name = self._names[id(value)] = f"x{len(self._kept)}"
         return name
 
     def _constant(self, value: Any) -> str:
-        """The name of something; a new one if it has none."""
+        """Return the name of something; a new one if it has none."""
         if id(value) not in self._names:
             self._kept.append(value)
             name = self._names[id(value)] = f"c{len(self._kept)}"
@@ -210,7 +210,7 @@ class _Writer(TorchDispatchMode):
         return self._names[id(value)]
 
     def _text(self, value: Any) -> str:
-        """How Python writes an input of an operation."""
+        """Return how Python writes an input of an operation."""
         if value is None or isinstance(value, bool | int):
             return repr(value)
         if (now := self._live.find(value)) is not None:
@@ -227,7 +227,7 @@ class _Writer(TorchDispatchMode):
         return self._constant(value)
 
     def function(self, result: Tensor) -> Callable[[], Tensor]:
-        """The lines as a function, which forgets each result after its last use."""
+        """Compile the lines to a function, which forgets each result after its last use."""
         last = self._text(result)
         later, lines = {last}, [f"return {last}"]  # from the last one on
         for names, call in reversed(self._lines):
@@ -255,8 +255,8 @@ class _Calls(TorchDispatchMode):
 
 
 def _binding(func: Any, args: tuple, kwargs: dict, result: Any) -> Callable:
-    """torch's own function for an operation, which is called in half the time; the operation, where
-    there is none that does the same with these inputs."""
+    """Return torch's own function for an operation, which is called in half the time; the
+    operation, where there is none that does the same with these inputs."""
     namespace, _, name = func._schema.name.partition("::")
     function = getattr(torch, name, None) or getattr(Tensor, name, None)
     if namespace != "aten" or function is None:
@@ -283,7 +283,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _is_same(made: Tensor, given: Tensor) -> bool:
-    """Whether a result is an input: the same values in the same memory."""
+    """Return whether a result is an input: the same values in the same memory."""
     if made is given:
         return True
     return (

@@ -12,7 +12,7 @@ def to_device(
     device: torch.device | str,
     dtype: torch.dtype = torch.int64,
 ) -> torch.Tensor:
-    """A tensor of numbers on a device.
+    """Copy numbers to a tensor on a device.
 
     A copy from pageable memory would first wait for all that the device has to do. So numbers go
     through pinned memory, which torch reuses only after the copy.
@@ -26,7 +26,7 @@ def to_device(
 def all_to_device(
     lists: Sequence[Sequence | np.ndarray], device: torch.device | str
 ) -> list[torch.Tensor]:
-    """int32 tensors of several lists of numbers on a device, by one copy.
+    """Copy several lists of numbers to int32 tensors on a device, by one copy.
 
     Each begins at a multiple of 16 bytes, as new tensors do: Triton compiles a kernel anew for
     pointers that do not.

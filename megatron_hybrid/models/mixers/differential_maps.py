@@ -40,8 +40,7 @@ class DifferentialMaps(nn.Module):
         self.subln = HeadNorm(config, value_dim, config.layernorm_epsilon, tp_group)
 
     def split(self, q_THD: Tensor) -> Tensor:
-        """Make two heads of each, [T, 2 H, D]: either has half of the queries, and zeros as the
-        rest."""
+        """Make two heads of each, [T, 2 H, D], by zeros in place of either half of its queries."""
         first, second = q_THD.chunk(2, -1)
         half = first.shape[-1]
         return torch.stack((F.pad(first, (0, half)), F.pad(second, (half, 0))), 2).flatten(1, 2)

@@ -14,12 +14,12 @@ def activate(
     factor: torch.Tensor | None = None,
     in_fp32: bool = False,
 ) -> torch.Tensor:
-    """activation(x) factor.
+    """Compute activation(x) factor.
 
     Args:
         x: `[T, C]` or `[T, G, C]`, with any strides.
         activation: one of `ACTIVATIONS`, `torch.sigmoid`, or another function of one tensor.
-        factor: of the shape of x; None: 1.
+        factor: of the shape of x; None means 1.
         in_fp32: whether only the product is rounded (computed in fp32, float64 for float64); else
             the activation is, too.
 

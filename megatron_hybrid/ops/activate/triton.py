@@ -37,7 +37,7 @@ def activate_kernel(
     IN_FP32: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Some channels of one group of one row."""
+    """Activate some channels of one group of one row."""
     n = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     t, g, inside = n // G, n % G, c < C

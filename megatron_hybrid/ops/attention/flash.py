@@ -59,7 +59,7 @@ class Spans(NamedTuple):
     def of(
         cls, layout: RaggedLayout, pattern: AttentionPattern, device: torch.device, paged: bool
     ) -> Spans | None:
-        """The spans of a layout, cached in it; None: there are none.
+        """Return the spans of a layout, cached in it; None if there are none.
 
         Args:
             paged: whether sequences begin at their start positions, and those with few new tokens
@@ -135,7 +135,7 @@ class _Attention(torch.autograd.Function):
 
 @functools.cache
 def capped_attention() -> Callable[..., Tensor] | None:
-    """flash-attn's function, which caps scores as torch's does not; None: it is not there."""
+    """Import flash-attn's function, which caps scores unlike torch's; None if it is missing."""
     try:
         from flash_attn import flash_attn_varlen_func as found
     except (ImportError, OSError):

@@ -7,7 +7,7 @@ from megatron_hybrid.ops.attention.pattern import AttentionPattern
 
 
 def visibility(query_positions: Tensor, key_positions: Tensor, pattern: AttentionPattern) -> Tensor:
-    """Which keys each query sees, bool `[T, S]`."""
+    """Return which keys each query sees, bool `[T, S]`."""
     rows, columns = query_positions[:, None], key_positions[None]
     visible = columns <= rows
     if pattern.window is not None:
@@ -22,7 +22,7 @@ def visibility(query_positions: Tensor, key_positions: Tensor, pattern: Attentio
 def attention(
     q_THD: Tensor, k_SKD: Tensor, v_SKP: Tensor, pattern: AttentionPattern, sinks_H: Tensor | None
 ) -> Tensor:
-    """The last T tokens of one sequence over its S keys: outputs `[T, H, P]`."""
+    """Attend from the last T tokens of one sequence to its S keys: outputs `[T, H, P]`."""
     positions = torch.arange(len(k_SKD))
     visible_TS = visibility(positions[len(k_SKD) - len(q_THD) :], positions, pattern)
     repeats = q_THD.shape[1] // k_SKD.shape[1]

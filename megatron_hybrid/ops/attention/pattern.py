@@ -13,12 +13,12 @@ class AttentionPattern:
     scale: float
     """Factor of q . k."""
     window: int | None = None
-    """The token at position t sees the positions (t - window, t]; None: not windowed."""
+    """The token at position t sees the positions (t - window, t]; None means all up to t."""
     chunk: int | None = None
     """The token at position t sees [t // chunk * chunk, t] (chunked attention of Llama 4);
-    None: not chunked. At most one of window and chunk is given."""
+    None means no chunks. At most one of window and chunk is given."""
     softcap: float | None = None
-    """A score s becomes softcap * tanh(s / softcap) (Gemma 2); None: no cap."""
+    """A score s becomes softcap * tanh(s / softcap) (Gemma 2); None means no cap."""
     skips_first: bool = False
     """Whether only the first token sees its position: the layers of multi-token prediction begin
     with the second one, and their rows lie in the places of all tokens."""
@@ -32,8 +32,8 @@ class AttentionPattern:
         return self.window is not None or self.chunk is not None
 
     def first_visible(self, position: int | torch.Tensor) -> int | torch.Tensor:
-        """The first position that the token at `position` sees; negative where a window reaches
-        before the start of the sequence."""
+        """Return the first position that the token at `position` sees; negative where a window
+        reaches before the start of the sequence."""
         if self.window is not None:
             first = position - self.window + 1
         else:

@@ -40,8 +40,7 @@ def paged_attention(
     pattern: AttentionPattern,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of each sequence's new tokens over its pages, into which their K and V were
-    written.
+    """Attend from each sequence's new tokens to its pages, into which their K and V were written.
 
     Blocks before the first visible position are not read; their entries in the block table may be
     anything.
@@ -96,7 +95,7 @@ def varlen_attention(
     pattern: AttentionPattern,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of each sequence over itself: the forward of training and of uncached runs.
+    """Attend within each sequence: the forward of training and of uncached runs.
 
     Args:
         q_THD: queries `[T, H, D]`; H is a multiple of the key/value heads K.
@@ -134,7 +133,7 @@ def _attend(
     pattern: AttentionPattern,
     sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Query row i has position start + i, key row j has position first_key + j."""
+    """Attend from query rows i, at positions start + i, to key rows j, at first_key + j."""
     q, k, v = (t.transpose(1, 2) for t in (q_bsHD, k_btKD, v_btKP))
     end = start + q.shape[2]
     if not _is_fused(pattern, sinks_H, k, v):
@@ -166,8 +165,8 @@ def _tile_size(
 
 
 def _keys_of(position: int, tile: int, pattern: AttentionPattern) -> tuple[int, int]:
-    """First and end of the keys that a query is computed with: those of its tile, which is smaller
-    near the start of a sequence, so that a decode there reads few keys in vain."""
+    """Return the first and the end of the keys that a query is computed with: those of its tile.
+    Near a sequence's start the tile is smaller, so that a decode there reads few keys in vain."""
     size = min(tile, max(SCORE_TILE, 1 << max(0, position.bit_length() - 3)))
     first = position // size * size
     return max(0, pattern.first_visible(first)), first + size
@@ -188,7 +187,7 @@ def _softmax_average(
     pattern: AttentionPattern,
     sinks_H11: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Values weighted by the softmax of the scores, `[b, H, s, P]`.
+    """Average the values by the softmax of the scores, `[b, H, s, P]`.
 
     `visible` and `sinks` have any shape that broadcasts against the scores `[b, H, s, t]`.
     """
@@ -221,9 +220,9 @@ def _softmax_average(
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """The tensor, copied unless all its rows begin at multiples of 16 bytes. torch's fused kernels
-    read 16 bytes at a time on a GPU; of a part of a wider tensor they may read at an odd address,
-    which ends the process's use of the device."""
+    """Return the tensor, copied unless all its rows begin at multiples of 16 bytes. torch's fused
+    kernels read 16 bytes at a time on a GPU; of a part of a wider tensor they may read at an odd
+    address, which ends the process's use of the device."""
     starts = (x.storage_offset(), *x.stride()[:-1])
     size = x.element_size()
     return x if all(start * size % 16 == 0 for start in starts) else x.contiguous()
@@ -238,7 +237,7 @@ def _written_out(
     pattern: AttentionPattern,
     sinks_H11: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`_softmax_average` with softcap and sinks."""
+    """Compute `_softmax_average` with softcap and sinks."""
     # The query heads of a key/value head side by side, so that keys are read once for all of them.
     q_bKqD = (q_bHsD * pattern.scale).reshape(len(q_bHsD), k_bKtD.shape[1], -1, q_bHsD.shape[-1])
     scores_bHst = (q_bKqD @ k_bKtD.mT).view(*q_bHsD.shape[:3], -1)
@@ -264,7 +263,7 @@ def _decode(
     pattern: AttentionPattern,
     sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The tokens of the leading decodes, a group of them at a time."""
+    """Attend from the tokens of the leading decodes, a group of them at a time."""
     K, has_sinks, num_columns = pages[0].shape[2], sinks_H is not None, block_table_RM.shape[1]
 
     def make() -> tuple[list[tuple], torch.Tensor | None, torch.dtype]:
@@ -325,13 +324,13 @@ def _decode_groups(
     device: torch.device,
     mask_dtype: torch.dtype,
 ) -> tuple[list[tuple], torch.Tensor | None]:
-    """Decodes with as many keys side by side, at most `max_blocks` blocks in a group.
+    """Group decodes with as many keys side by side, at most `max_blocks` blocks in a group.
 
     Returns, for each group, its rows `[r]`, or None for all; the places in the block table of their
-    m blocks `[r m]`, as of `torch.take`; the slice of their m * B keys that the tiles have (None:
-    all); which of these t are visible `[r, 1, 1, t]` (bool, or numbers to add to scores); and the
-    slices of t that hold all hidden ones, each with those `[r, e, 1, 1]`, None: all. Then the place
-    of each row after all groups, None for one group of all rows.
+    m blocks `[r m]`, as of `torch.take`; the slice of their m * B keys that the tiles have, or None
+    for all; which of these t are visible `[r, 1, 1, t]` (bool, or numbers to add to scores); and
+    the slices of t that hold all hidden ones, each with those `[r, e, 1, 1]`, or with None for all.
+    Then the place of each row after all groups, None for one group of all rows.
     """
     starts, lengths = layout.start_positions, layout.lengths[: layout.num_steps]
     owned = [
@@ -383,8 +382,8 @@ def _decode_groups(
 def _fixed_groups(
     layout: RaggedLayout, pattern: AttentionPattern, B: int, num_columns: int, max_blocks: int
 ) -> list[tuple]:
-    """`_decode_groups` of positions on the device: each decode reads as many blocks as one at the
-    largest position, and the groups are in the order of the rows."""
+    """Do what `_decode_groups` does for positions on the device: each decode reads as many blocks
+    as one at the largest position, and the groups are in the order of the rows."""
     positions_T1 = layout.live_positions().long().unsqueeze(1)
     last_blocks = positions_T1 // B
     lows = (torch.zeros_like(positions_T1) + pattern.first_visible(positions_T1)).clamp_(min=0)

@@ -25,7 +25,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _load(ptrs, inside, ALL: tl.constexpr):
-    """A block, zeros where it is not `inside`, which may be smaller; ALL: it is inside."""
+    """Load a block, zeros where it is not `inside`, which is broadcast; with ALL, all is inside."""
     if ALL:
         block = tl.load(ptrs)
     else:
@@ -35,7 +35,7 @@ def _load(ptrs, inside, ALL: tl.constexpr):
 
 @triton.jit
 def is_seen(j, position, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SKIPS_FIRST: tl.constexpr):
-    """Whether the queries at these positions see keys, `[queries, keys]`."""
+    """Return whether the queries at these positions see keys, `[queries, keys]`."""
     seen = j[None, :] <= position[:, None]
     if WINDOW > 0:
         seen = seen & (j[None, :] > position[:, None] - WINDOW)
@@ -100,7 +100,7 @@ def attention_kernel(
     BLOCK_D2: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Rows of one sequence and one key/value head, over all keys that they see or one part of them.
+    """Attend from rows of one sequence and key/value head to all keys that they see, or a part.
 
     A row is a query and one of the GROUP query heads of the key/value head, heads side by side, so
     that keys are read once for all. Queries and keys are BLOCK_D + BLOCK_D2 wide; a program gives
@@ -250,7 +250,7 @@ def join_kernel(
     P: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """The parts of one row, joined in order."""
+    """Join the parts of one row, in order."""
     number, head = tl.program_id(0), tl.program_id(1)
     p = tl.arange(0, BLOCK_P)
     largest, total = float("-inf"), 0.0
@@ -272,7 +272,7 @@ def join_kernel(
 
 
 def configuration(D: int, P: int, num_bytes: int, few: bool) -> dict[str, int]:
-    """Compile-time constants of the kernel that say how it works, its warps and its stages.
+    """Choose the compile-time constants of the kernel that say how it works, its warps and stages.
 
     Widths that are no powers of two are split: 576 = 512 + 64, 96 = 64 + 32. Rows and keys of a
     block are as many as registers hold; fp32 products of matrices take no tensor cores, and more
@@ -327,7 +327,7 @@ def run(
     """See `ops.paged_attention`.
 
     Args:
-        block_table_RM: None: each token is a page, in the place of its query.
+        block_table_RM: with None each token is a page, in the place of its query.
         takes_whole: whether rows of sequences with many new tokens are written, too.
     """
     (T, H, D), (_, B, K, P) = q_THD.shape, v_pages_nBKP.shape

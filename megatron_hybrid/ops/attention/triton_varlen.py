@@ -31,8 +31,8 @@ WIDEST = 512
 
 @triton.jit
 def _rows(ptr, row, places, length, head, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W):
-    """Pointers to some tokens of a sequence and one head, of contiguous `[T, HEADS, WIDTH]`, and
-    which of them there are."""
+    """Return pointers to some tokens of a sequence and one head, of contiguous `[T, HEADS, WIDTH]`,
+    and which of them there are."""
     w = tl.arange(0, BLOCK_W)
     ptrs = ptr + ((row + places)[:, None] * HEADS + head) * WIDTH + w[None, :]
     return ptrs, (places < length)[:, None] & (w < WIDTH)[None, :]
@@ -40,7 +40,7 @@ def _rows(ptr, row, places, length, head, HEADS: tl.constexpr, WIDTH: tl.constex
 
 @triton.jit
 def _scores(q, k, i, j, scale, softcap, WINDOW, CHUNK, SKIPS_FIRST):
-    """Scores of the queries at i and the keys at j, and their derivatives by q . k."""
+    """Compute the scores of queries at i and keys at j, and their derivatives by q . k."""
     part = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     part = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * part / softcap))  # its tanh
     seen = is_seen(j, i, WINDOW, CHUNK, SKIPS_FIRST)
@@ -74,8 +74,8 @@ def query_gradient_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """BLOCK queries of one head: their gradients, the log-sum-exps of their scores, and the means
-    of g . v by their weights."""
+    """Compute the gradients of BLOCK queries of one head, the log-sum-exps of their scores, and the
+    means of g . v by their weights."""
     number, head = tl.program_id(0), tl.program_id(1)
     sequence, first = tl.load(sequences_ptr + number), tl.load(firsts_ptr + number)
     row = tl.load(boundaries_ptr + sequence).to(tl.int64)
@@ -148,7 +148,7 @@ def key_gradient_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """BLOCK keys and values of one head: their gradients, from all queries that see one of them."""
+    """Compute the gradients of BLOCK keys and values of a head from all queries that see any."""
     number, kv = tl.program_id(0), tl.program_id(1)
     sequence, first = tl.load(sequences_ptr + number), tl.load(firsts_ptr + number)
     row = tl.load(boundaries_ptr + sequence).to(tl.int64)
@@ -209,7 +209,7 @@ def run(*inputs: Any) -> Tensor:
 
 
 def again(*_: Any) -> Callable[..., Tensor]:
-    """What has the kernels' gradient."""
+    """Return the function that has the kernels' gradient."""
     return _Gradient.apply
 
 

@@ -43,7 +43,7 @@ class Tiles(NamedTuple):
     row_ends: Tensor
     """End of the rows."""
     key_starts: Tensor | None = None
-    """First key of the part, a multiple of its size; None: all keys."""
+    """First key of the part, a multiple of its size; None means all keys."""
     sizes: Tensor | None = None
     """Keys of the part."""
     tokens: Tensor | None = None
@@ -64,7 +64,7 @@ class Parts:
 
 
 def of_many_tokens(layout: RaggedLayout) -> list[int]:
-    """The sequences with many new tokens, decodes left out: their drafts split keys as they do."""
+    """Find the sequences with many new tokens. Decodes are none, as their drafts split keys."""
     lengths = enumerate(layout.lengths)
     return [r for r, length in lengths if length > FEW_TOKENS and r >= layout.num_decodes]
 
@@ -72,7 +72,7 @@ def of_many_tokens(layout: RaggedLayout) -> list[int]:
 def whole_keys(
     layout: RaggedLayout, group: int, block_m: int, device: torch.device
 ) -> Tiles | None:
-    """The sequences with many new tokens, `block_m` rows a program; None: there are none.
+    """Lay out the sequences with many new tokens, `block_m` rows a program; None without any.
 
     Args:
         group: query heads of a key/value head.
@@ -99,7 +99,7 @@ def split_keys(
     most_places: int,
     device: torch.device,
 ) -> list[Parts]:
-    """The sequences with few new tokens, in launches of at most `most_places` results."""
+    """Lay out the sequences with few new tokens, in launches of at most `most_places` results."""
     key = ("split keys", pattern.window, pattern.chunk, group, block_m, most_places, device)
     if layout.starts is not None:
         return layout.derived(
@@ -111,7 +111,7 @@ def split_keys(
 
 
 def part_size(positions: np.ndarray, pattern: AttentionPattern) -> np.ndarray:
-    """Keys of each part of the tokens at these positions: `PART` times a power of two."""
+    """Count the keys of each part of the tokens at these positions: `PART` times a power of two."""
     firsts, sizes = _first_keys(positions, pattern), np.full_like(positions, PART)
     while (too_many := positions // sizes - firsts // sizes >= MAX_PARTS).any():
         sizes[too_many] *= 2
@@ -119,7 +119,7 @@ def part_size(positions: np.ndarray, pattern: AttentionPattern) -> np.ndarray:
 
 
 def _counted_up_to(counts: np.ndarray) -> np.ndarray:
-    """0 .. n - 1 for each of the counts n, one after the other."""
+    """Count 0 .. n - 1 for each of the counts n, one after the other."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
@@ -191,9 +191,9 @@ def _fixed_launches(
     block_m: int,
     most_places: int,
 ) -> Iterator[Parts]:
-    """`_launches` of decodes whose positions are on the device: each token has the programs of the
-    largest position. Those after its own parts begin after its keys, so they read and store
-    nothing."""
+    """Lay out the `_launches` of decodes whose positions are on the device: each token has the
+    programs of the largest position. Those after its own parts begin after its keys, so they read
+    and store nothing."""
     positions, last = layout.live_positions(), layout.last_end - 1
     reach = min(last, (pattern.window or pattern.chunk or layout.last_end) - 1)
     lows = (torch.zeros_like(positions) + pattern.first_visible(positions)).clamp_(min=0)

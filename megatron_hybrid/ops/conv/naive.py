@@ -16,7 +16,7 @@ def causal_conv1d(
     tail_Ck: Tensor,
     activation: Callable[[Tensor], Tensor] = silu,
 ) -> tuple[Tensor, Tensor]:
-    """One sequence: outputs, and the last K - 1 inputs after each token."""
+    """Run one sequence: outputs, and the last K - 1 inputs after each token."""
     outputs, tails = [], []
     for x_C in x_TC:
         window_CK = torch.cat([tail_Ck, x_C[:, None]], dim=1)

@@ -25,7 +25,7 @@ def causal_conv1d(
     layout: RaggedLayout,
     activation: str | None = "silu",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y[t, c] = activation(bias[c] + sum_j weight[c, j] x[t - (K - 1) + j, c]), for each sequence.
+    """Compute y[t, c] = activation(bias[c] + sum_j weight[c, j] x[t - (K - 1) + j, c]) by sequence.
 
     This function also takes states `[R, C, K - 1]`, and returns final and captured ones after y:
     see `in_slots`.
@@ -35,7 +35,7 @@ def causal_conv1d(
         weight_CK: `[C, K]`, the last column meets the newest input; K at least 2.
         bias_C: `[C]` or None.
         initial_states_RCk: the K - 1 inputs before a sequence's next one, oldest first, as
-            `SlotStates` `[C, K - 1]`; None: start from zeros and keep nothing.
+            `SlotStates` `[C, K - 1]`; None starts from zeros and keeps nothing.
         layout: lengths and captures of the sequences (positions do not matter here).
         activation: "silu" or None.
 
@@ -72,7 +72,7 @@ def _step(
     x_RC: torch.Tensor,
     tails_RCk: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token for each of R sequences."""
+    """Run one token for each of R sequences."""
     windows_RCK = torch.cat([tails_RCk, x_RC.unsqueeze(2)], dim=2)
     y_RC = _sums(windows_RCK.to(compute_dtype(x_RC)).unbind(2), weight_CK, bias_C)
     return y_RC, windows_RCK[:, :, 1:]
@@ -81,7 +81,7 @@ def _step(
 def _sums(
     x_K: Sequence[torch.Tensor], weight_CK: torch.Tensor, bias_C: torch.Tensor | None
 ) -> torch.Tensor:
-    """Sums over K inputs `[T, C]`, oldest first, in one order for steps and for scans."""
+    """Sum over K inputs `[T, C]`, oldest first, in one order for steps and for scans."""
     *weights, weight_C = weight_CK.to(x_K[0].dtype).t().contiguous()
     *older, newest_TC = x_K
     y_TC = newest_TC * weight_C
@@ -93,8 +93,8 @@ def _sums(
 def _windows(
     layout: RaggedLayout, K: int, device: torch.device
 ) -> tuple[list[int], torch.Tensor, torch.Tensor]:
-    """The sequences after the leading single tokens of a layout, each preceded by its tail: row t
-    of sequence r becomes row t + (r + 1)(K - 1). Their lengths, and the rows of the tails after
+    """Lay out the sequences after the leading single tokens, each preceded by its tail: row t of
+    sequence r becomes row t + (r + 1)(K - 1). Return their lengths, and the rows of the tails after
     them, `[R, k]`, and at captures, `[n, k]`."""
     first = layout.num_singles
     ends = [(layout.cu_seqlens[r + 1], r) for r in range(first, layout.num_sequences)]
@@ -114,7 +114,7 @@ def _scan(
     tails_RCk: torch.Tensor,
     windows: tuple[list[int], torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All sequences after their tails as one convolution."""
+    """Run all sequences, after their tails, as one convolution."""
     lengths, *ends = windows
     pieces = []
     for tail_kC, x_seq in zip(tails_RCk.mT, x_TC.split(lengths), strict=True):

@@ -47,7 +47,7 @@ def conv_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Some rows and channels; what lies before a sequence's first row is in its tail."""
+    """Convolve some rows and channels; what lies before a sequence's first row is in its tail."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     alive, own = t < num_tokens, c < C
@@ -106,8 +106,7 @@ def conv_step_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """`conv_kernel` for a row of each sequence, whose tail it moves by one; zeros in padding
-    rows."""
+    """Convolve a row of each sequence, whose tail it moves by one; zeros in padding rows."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     own = c < C
@@ -159,7 +158,7 @@ def tails_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The K - 1 inputs before a row's end, of some channels: of the call, or of the tail before."""
+    """Copy the K - 1 inputs before a row's end, of some channels: of the call or the last tail."""
     number = tl.program_id(0)
     end, owner = tl.load(ends_ptr + number).to(tl.int64), tl.load(owners_ptr + number)
     first = tl.load(boundaries_ptr + owner).to(tl.int64)
@@ -226,7 +225,7 @@ def run(*inputs: Any) -> Tensor:
 
 
 def again(*_: Any) -> Callable[..., Tensor] | None:
-    """What has fla-core's gradient; None where it is missing."""
+    """Return the function that has fla-core's gradient; None where it is missing."""
     return _differentiable if is_there("fla.modules") else None
 
 

@@ -82,12 +82,12 @@ def run(*inputs: Any) -> Tensor:
 
 
 def again(*inputs: Any) -> Callable[..., Tensor] | None:
-    """What has fla-core's gradient; None where that is compiled wrongly."""
+    """Return the function that has fla-core's gradient; None where that is compiled wrongly."""
     return None if compiles_wrongly() else _differentiable
 
 
 def _differentiable(*given: Any) -> Tensor:
-    """The op by fla-core alone, whose chunks begin with each sequence."""
+    """Run the op by fla-core alone, whose chunks begin with each sequence."""
     *tensors, _, layout, _ = given
     inputs = [rows_between(t, 0, layout.num_tokens)[None] for t in tensors]
     op = chunk_gated_delta_rule if inputs[3].dim() == 3 else chunk_kda
@@ -106,7 +106,7 @@ def _scan(
     layout: RaggedLayout,
     chunk_size: int,
 ) -> Tensor:
-    """All other sequences, in chunks; writes final states and captures, returns outputs."""
+    """Run all other sequences, in chunks; write final states and captures, return outputs."""
     chunks = AnchoredChunks.of(layout, chunk_size, v_THP.device)
     scale, inputs = k_THN.shape[2] ** -0.5, (q_THN, k_THN, v_THP, g_TH, beta_TH)
     q_THN, k_THN = unit_rows(q_THN, k_THN)

@@ -8,7 +8,7 @@ from torch import Tensor
 def delta_rule(
     q_THN: Tensor, k_THN: Tensor, v_THP: Tensor, g_TH: Tensor, beta_TH: Tensor, state_HNP: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One sequence: outputs, and the state after each token. The log decays g are `[T, H]`, or
+    """Run one sequence: outputs, and the state after each token. The log decays g are `[T, H]`, or
     `[T, H, N]` for Kimi Delta Attention."""
     repeats = v_THP.shape[1] // k_THN.shape[1]
     q_THN, k_THN = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q_THN, k_THN))

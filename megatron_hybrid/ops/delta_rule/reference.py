@@ -33,7 +33,7 @@ def delta_rule(
     layout: RaggedLayout,
     chunk_size: int = 64,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """S' = Diag(exp(g_t)) S_{t-1};  S_t = S' + k_t (x) beta_t (v_t - k_t S');  o_t = q_t S_t.
+    """Compute S' = Diag(exp(g_t)) S_{t-1}; S_t = S' + k_t (x) beta_t (v_t - k_t S'); o_t = q_t S_t.
 
     Rows of q and k are divided by their lengths first, and those of q by sqrt(N).
 
@@ -47,11 +47,11 @@ def delta_rule(
         g: log decays, at most 0: `[T, H]` of the gated delta rule; `[T, H, N]`, best in fp32, of
             Kimi Delta Attention.
         beta_TH: writing strengths `[T, H]`, from 0 to 1, or to 2 for negative eigenvalues.
-        initial_states_RHNP: `SlotStates` `[H, N, P]`, fp32 or bf16; None: start from zeros and
-            keep nothing.
+        initial_states_RHNP: `SlotStates` `[H, N, P]`, fp32 or bf16; None starts from zeros and
+            keeps nothing.
         layout: lengths, positions and captures of the sequences.
-        chunk_size: rows of a chunk; the result does not depend on it but for rounding. 1: token by
-            token, with the same bits in every cut; gradients are those of chunks.
+        chunk_size: rows of a chunk; the result does not depend on it but for rounding. With 1,
+            token by token, all cuts give the same bits; gradients are those of chunks.
 
     Returns:
         o `[T, H, P]` in the dtype of v, zeros in padding rows. All arithmetic is fp32, whatever the
@@ -97,7 +97,7 @@ def _products_by_row(
 
 
 def _per_head(x_SK: torch.Tensor, repeats: int) -> torch.Tensor:
-    """`[S, H_qk, ...]` -> `[S, H, ...]`: each head of q and k serves `repeats` heads of v."""
+    """Repeat `[S, H_qk, ...]` -> `[S, H, ...]`: heads of q and k serve `repeats` of v each."""
     return x_SK if repeats == 1 else x_SK.repeat_interleave(repeats, dim=1)
 
 
@@ -154,8 +154,8 @@ def _step(
     beta_RH: torch.Tensor,
     S_RHNP: torch.Tensor | list[tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
-    """One token for each of R sequences: the plain recurrence. Of a list of states before and after
-    it writes the latter, with the same bits, and returns outputs alone."""
+    """Run one token for each of R sequences: the plain recurrence. Given a list of states before
+    and after, write the latter, with the same bits, and return outputs alone."""
     repeats = v_RHP.shape[1] // k_RHN.shape[1]
     q_RH1N, k_RH1N = (_per_head(t, repeats).unsqueeze(2) for t in (q_RHN, k_RHN))
     v_RH1P, beta_RH11 = v_RHP.unsqueeze(2), beta_RH[..., None, None]

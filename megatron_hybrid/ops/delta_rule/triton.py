@@ -32,21 +32,21 @@ MAX_KEY_BYTES = 512
 
 
 def blocks(N: int, P: int, elements: int, least: int = 1) -> dict[str, int]:
-    """Rows and columns of a state in one program. least: of each, as products of matrices need."""
+    """Choose rows and columns of a state in one program: `least` of each, as products need."""
     block_n = max(least, triton.next_power_of_2(N))
     block_p = max(least, min(triton.next_power_of_2(P), elements // block_n))
     return {"BLOCK_N": block_n, "BLOCK_P": block_p}
 
 
 def recur_configuration(N: int, P: int, num_bytes: int) -> tuple[dict[str, int], int]:
-    """Blocks and stages of the recurrence, for keys of so many bytes a channel. Each stage has rows
-    of W and of k in shared memory."""
+    """Choose blocks and stages of the recurrence, for keys of so many bytes a channel. Each stage
+    has rows of W and of k in shared memory."""
     return blocks(N, P, STATE_BYTES // num_bytes, least=16), 3 if num_bytes == 2 else 1
 
 
 @triton.jit
 def _at(row, head, stride_row, stride_head):
-    """Offset of a head of a row; flat tensors may have more than 2^31 elements."""
+    """Return the offset of a head of a row; flat tensors may have more than 2^31 elements."""
     return tl.cast(row, tl.int64) * stride_row + head * stride_head
 
 
@@ -67,7 +67,7 @@ def unit_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Some rows of one head of q or of k, each divided by its length."""
+    """Divide some rows of one head of q or of k by their lengths."""
     h, is_k = tl.program_id(1), tl.program_id(2)
     t, n = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_N)
     inside = (t[:, None] < num_rows) & (n[None, :] < N)
@@ -82,7 +82,7 @@ def unit_kernel(
 
 
 def unit_rows(q_THN: Tensor, k_THN: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k with rows of length 1, contiguous, in one launch. Their last stride is 1."""
+    """Return q and k with rows of length 1, contiguous, in one launch. Their last stride is 1."""
     T, H, N = q_THN.shape
     units_2THN = q_THN.new_empty(2, T, H, N)
     block_n = triton.next_power_of_2(N)
@@ -146,7 +146,7 @@ def steps_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Some values of one head of one sequence: S = exp(g) S; S += k beta (v - k S) in the pool,
+    """Run some values of one head of one sequence: S = exp(g) S; S += k beta (v - k S) in the pool,
     o = scale q S, token by token, with the states after captured ones; 0 in the rows after all
     sequences."""
     r, h = tl.program_id(0), tl.program_id(1)
@@ -202,8 +202,8 @@ def steps_kernel(
 def run_steps(
     q_THN: Tensor, k_THN: Tensor, v_THP: Tensor, g_TH: Tensor, beta_TH: Tensor, steps: Steps
 ) -> None:
-    """The recurrence of `ops.gated_delta_rule`, in place. g is `[T, H]`, or `[T, H, N]`; the last
-    stride of all but g_TH and beta_TH is 1."""
+    """Run the recurrence of `ops.gated_delta_rule` in place. g is `[T, H]`, or `[T, H, N]`; the
+    last stride of all but g_TH and beta_TH is 1."""
     (_, H, P), N = v_THP.shape, k_THN.shape[2]
     sizes = blocks(N, P, STEP_ELEMENTS)
     steps_kernel(
@@ -247,7 +247,7 @@ def recur_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Some values of one head of one sequence, from chunk to chunk: what a chunk writes is
+    """Run some values of one head of one sequence, from chunk to chunk: what a chunk writes is
     V = U - W S, and S = exp2(c_last) S + sum_j exp2(c_last - c_j) k_j V_j.
 
     Where each channel has its decay, k already has the factor exp2(c_last - c_j).
@@ -304,7 +304,7 @@ def recur(
     chunks: AnchoredChunks,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The states from chunk to chunk, in one launch; final ones go to the pool.
+    """Compute the states from chunk to chunk, in one launch; final ones go to the pool.
 
     Args:
         k_THN: keys `[T, H_qk, N]`; of Kimi Delta Attention those with decays to the chunks' ends.

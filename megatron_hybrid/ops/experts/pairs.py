@@ -21,9 +21,9 @@ class ExpertPairs:
     Args:
         chosen_nE: the experts of each token, bool, k for each token.
         num_chosen: k.
-        experts: range of the experts to take; None: all. Pairs with others are left out.
+        experts: range of the experts to take; None means all. Pairs with others are left out.
         may_lack: whether tokens may have fewer than k experts.
-        alignment: of the first row of each expert, a power of 2; None: `row_alignment`.
+        alignment: of the first row of each expert, a power of 2; None means `row_alignment`.
     """
 
     def __init__(
@@ -56,22 +56,22 @@ class ExpertPairs:
         self._token_m = token_m.scatter_(0, self._row_nk.flatten(), tokens)[:m]
 
     def tokens(self, hidden_nh: Tensor) -> Tensor:
-        """Each row's token, [m, h]. Gradients of rows without one go nowhere."""
+        """Return each row's token, [m, h]. Gradients of rows without one go nowhere."""
         return F.pad(hidden_nh, (0, 0, 0, 1))[self._token_m]
 
     def weights(self, weights_nE: Tensor) -> Tensor:
-        """Each row's weight, [m, 1]; 0 where there is no token."""
+        """Return each row's weight, [m, 1]; 0 where there is no token."""
         weights_m = weights_nE.new_zeros(self._num_rows + 1)
         weights_m = weights_m.scatter(0, self._row_nk.flatten(), self._chosen(weights_nE).flatten())
         return weights_m[:-1].unsqueeze(-1)
 
     def sum(self, y_mh: Tensor, weights_nE: Tensor | None = None) -> Tensor:
-        """Each token's sum over its pairs, [n, h]; 0 for a token without any. The order is that of
-        the experts, so a row's bits do not depend on other tokens.
+        """Sum over each token's pairs, [n, h]; 0 for a token without any. The order is that of the
+        experts, so a row's bits do not depend on other tokens.
 
         Args:
             y_mh: what is in rows without a token does not matter.
-            weights_nE: of the pairs; None: 1.
+            weights_nE: of the pairs; None means 1.
         """
         dtype = compute_dtype(y_mh)
         if self._may_lack:
@@ -89,6 +89,6 @@ class ExpertPairs:
         return y_nh.to(y_mh.dtype)
 
     def _chosen(self, weights_nE: Tensor) -> Tensor:
-        """The weights of each token's experts, [n, k]."""
+        """Take the weights of each token's experts, [n, k]."""
         own_nE = weights_nE[:, self._experts.start : self._experts.stop]
         return own_nE.gather(1, self._expert_nk)

@@ -23,7 +23,7 @@ def expert_mlps(
     fc2_bias_Eh: PerExpert | None,
     activate: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """The MLP of each row's expert: y_m = fc2_e(activate(fc1_e(x_m))).
+    """Run the MLP of each row's expert: y_m = fc2_e(activate(fc1_e(x_m))).
 
     This function waits for the ends, and gives rows of no expert zeros.
 
@@ -69,7 +69,7 @@ def _experts(tensor_E: PerExpert | None, num_experts: int) -> Sequence[Any]:
 def activated(
     activate: Callable[[torch.Tensor], torch.Tensor], x_mg: torch.Tensor, fc2_Ehf: torch.Tensor
 ) -> torch.Tensor:
-    """activate(x), `[m, f]`.
+    """Compute activate(x), `[m, f]`.
 
     Raises:
         ValueError: it is of another width than the second layer takes.

@@ -24,7 +24,7 @@ _rms_norm.register(kernel_backend("triton", "megatron_hybrid.ops.norm.triton", s
 
 
 def rms_norm(x: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm(x) weight.
+    """Compute RMSNorm(x) weight.
 
     Args:
         x: `[..., C]`.
@@ -40,7 +40,7 @@ def rms_norm(x: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tenso
 def rms_norm_of_sum(
     x_TC: torch.Tensor, added_TC: torch.Tensor, weight_C: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rms_norm(x + added)`, and x + added.
+    """Compute `rms_norm(x + added)`, and x + added.
 
     Args:
         x_TC, added_TC: `[T, C]`, of one dtype, to which their sum is rounded.

@@ -22,7 +22,7 @@ def gated_rms_norm(
     rounds_norm: bool = False,
     mean_square: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """RMSNorm(x activation(gate)) weight, or RMSNorm(x) weight activation(gate).
+    """Compute RMSNorm(x activation(gate)) weight, or RMSNorm(x) weight activation(gate).
 
     Args:
         x_TGC, gate_TGC: `[T, G, C]`, with any strides; the mean square is that of a group.
@@ -52,7 +52,7 @@ def gated_rms_norm(
 def rms_norm(
     x: torch.Tensor, weight_C: torch.Tensor, eps: float, added: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of x, or of x + added, and what was normed: see `ops.rms_norm`."""
+    """Return the norm of x, or of x + added, and what was normed: see `ops.rms_norm`."""
     if added is not None:
         x = x + added
     return _normed(x.to(weight_C.dtype), weight_C, eps).to(x.dtype), x

@@ -50,7 +50,7 @@ def norm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Some of the T G groups."""
+    """Normalise some of the T G groups."""
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     c = tl.arange(0, BLOCK_C)
     t, g = n // G, n % G
@@ -87,7 +87,7 @@ def norm_kernel(
 
 
 def configuration(channels: int) -> tuple[dict[str, int], int]:
-    """Block sizes, and warps, for groups of so many channels."""
+    """Choose block sizes, and warps, for groups of so many channels."""
     block_c = triton.next_power_of_2(channels)
     blocks = {"BLOCK_N": max(1, ELEMENTS // block_c), "BLOCK_C": block_c}
     return blocks, max(4, block_c // 1024)

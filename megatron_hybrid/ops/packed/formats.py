@@ -1,6 +1,6 @@
 """Formats of packed weights: what a code stands for.
 
-A format is told by dtypes alone, so a packed weight needs no field that could contradict it.
+The dtypes alone give the format, so a packed weight needs no field that could contradict them.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class Format:
 
 
 def of_nibbles(codes: Tensor) -> Tensor:
-    """[..., n] bytes -> [..., 2n] codes of 4 bits, the lower half first."""
+    """Split [..., n] bytes -> [..., 2n] codes of 4 bits, the lower half first."""
     return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
 
 
@@ -65,5 +65,5 @@ _FORMATS = {
 
 
 def format_of(codes: torch.dtype, scale: torch.dtype) -> Format | None:
-    """The format of a weight with codes and scales of these dtypes; None: there is none."""
+    """Find the format of a weight with codes and scales of these dtypes; None if there is none."""
     return _FORMATS.get((codes, scale))

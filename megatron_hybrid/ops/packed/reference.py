@@ -22,7 +22,7 @@ def unpack(
     rest: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """The weight of `packed_linear`, `[..., out, in]`, with the codes' leading dimensions."""
+    """Return `packed_linear`'s weight, `[..., out, in]`, with the codes' leading dimensions."""
     values = format_of(codes.dtype, scale.dtype).values(codes)
     values = values.unflatten(-1, (scale.shape[-1], -1))
     if zero is not None:
@@ -43,17 +43,17 @@ def packed_linear(
     rest: Tensor | None = None,
     ends_E: Tensor | None = None,
 ) -> Tensor:
-    """x W^T of a packed weight W, which is rounded to the dtype of x; or of each row's expert.
+    """Compute x W^T of a packed weight W (rounded to the dtype of x), or that of each row's expert.
 
     Args:
         x: `[T, in]`. It alone gets a gradient.
         codes: `[packed, in]`, or `[packed, in / 2]` of codes of 4 bits; of experts, all parts have
             E in front.
         scale: `[packed, groups]`; its dtype and that of the codes tell the format (`format_of`).
-        outer: `[packed, 1]`, fp32, a second factor of each scale; None: 1.
-        zero: `[packed, groups]`, the code's value that stands for 0; None: 0.
-        rest: `[rows that are not packed, in]` in the dtype of x; None: there are none.
-        ends_E: as in `expert_mlps`; None: there is one weight.
+        outer: `[packed, 1]`, fp32, a second factor of each scale; None means 1.
+        zero: `[packed, groups]`, the code's value that stands for 0; None means 0.
+        rest: `[rows that are not packed, in]` in the dtype of x; None without any.
+        ends_E: as in `expert_mlps`; None means one weight for all rows.
 
     Returns:
         `[T, out]`, first the packed rows. Rows of no expert may hold anything.

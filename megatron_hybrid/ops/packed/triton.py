@@ -34,7 +34,7 @@ FLOAT8 = {torch.float8_e4m3fn: "fp8", torch.float8_e8m0fnu: "e8m0"}
 
 @triton.jit
 def _numbers(codes, KIND: tl.constexpr):
-    """What codes or scales stand for, fp32; `formats` tells how."""
+    """Return what codes or scales stand for, fp32; `formats` says how."""
     if KIND == "fp8":
         bits = (codes.to(tl.int8, bitcast=True).to(tl.int16) << 7) & ~(1 << 14)
         numbers = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
@@ -65,7 +65,7 @@ def _weights(
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
-    """Columns of some rows from `column` on, fp32 [BLOCK_O, BLOCK_I]."""
+    """Load columns of some rows from `column` on, fp32 [BLOCK_O, BLOCK_I]."""
     codes_ptr, scale_ptr, outer_ptr, zero_ptr = parts
     PER: tl.constexpr = 2 if KIND == "int4" or KIND == "fp4" else 1
     GROUPS: tl.constexpr = BLOCK_I // (I // G) if BLOCK_I % (I // G) == 0 else 1
@@ -104,7 +104,7 @@ def unpack_kernel(
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
-    """Some rows and columns of one of several weights."""
+    """Unpack some rows and columns of one of several weights."""
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     column = tl.program_id(1) * BLOCK_I
     row = tl.program_id(2).to(tl.int64) * O + o
@@ -136,8 +136,8 @@ def linear_kernel(
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
-    """Some outputs of rows, summed in the order of the columns whatever rows there are: of all rows
-    by one weight, or of those of one expert by its own."""
+    """Compute some outputs of rows, summed in the order of the columns whatever rows there are: of
+    all rows by one weight, or of those of one expert by its own."""
     o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     e = tl.program_id(2).to(tl.int64)
     start, end = tl.program_id(0) * BLOCK_M, num_rows
@@ -159,7 +159,7 @@ def linear_kernel(
 
 
 def form_of(codes: Tensor, scale: Tensor, inputs: int = INPUTS) -> dict[str, Any]:
-    """What kernels need to know of a packed weight. It does not depend on the rows to multiply."""
+    """Return what kernels need to know of a packed weight, whatever the rows to multiply are."""
     kind = format_of(codes.dtype, scale.dtype)
     I, G = codes.shape[-1] * 8 // kind.bits, scale.shape[-1]
     is_whole = G == 1 or inputs % (I // G) == 0
@@ -176,7 +176,7 @@ def form_of(codes: Tensor, scale: Tensor, inputs: int = INPUTS) -> dict[str, Any
 
 
 def in_bytes(*parts: Tensor | None) -> list[Tensor | None]:
-    """Parts of a packed weight as a launch takes them."""
+    """Return the parts of a packed weight as a launch takes them."""
     is_float8 = [x is not None and x.dtype in FLOAT8 for x in parts]
     return [x.view(torch.uint8) if of8 else x for x, of8 in zip(parts, is_float8)]
 

@@ -8,7 +8,7 @@ from megatron_hybrid.ops.norm.reference import rms_norm
 def rotate(
     x_THD: torch.Tensor, cos_T1d: torch.Tensor, sin_T1d: torch.Tensor, interleaved: bool
 ) -> torch.Tensor:
-    """`x_THD` with its leading 2 d dimensions rotated; the rest is unchanged."""
+    """Rotate the leading 2 d dimensions of `x_THD`; the rest is unchanged."""
     dim = 2 * cos_T1d.shape[-1]
     rotated = x_THD[..., :dim]
     if interleaved:

@@ -37,7 +37,7 @@ def rotate_kernel(
     EPS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One head of one row: of q, or of k after all of q."""
+    """Rotate one head of one row: of q, or of k after all of q."""
     t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
     if INTERLEAVED:

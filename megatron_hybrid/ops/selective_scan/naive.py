@@ -14,7 +14,7 @@ def selective_scan(
     D_C: Tensor,
     state_CN: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """One sequence: outputs, and the state after each token."""
+    """Run one sequence: outputs, and the state after each token."""
     outputs, states = [], []
     for x_C, dt_C, B_N, C_N in zip(x_TC, dt_TC, B_TN, C_TN):
         state_CN = (dt_C[:, None] * A_CN).exp() * state_CN + torch.outer(dt_C * x_C, B_N)

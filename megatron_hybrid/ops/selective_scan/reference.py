@@ -32,7 +32,7 @@ def selective_scan(
     layout: RaggedLayout,
     chunk_size: int = 32,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """h_t = exp(dt_t A) h_{t-1} + (dt_t x_t) (x) B_t;  y_t = h_t C_t + D x_t, for each sequence.
+    """Compute h_t = exp(dt_t A) h_{t-1} + (dt_t x_t) (x) B_t; y_t = h_t C_t + D x_t, by sequence.
 
     Each channel of each state has its own decay, so there is no form by matrix products as for
     Mamba-2. The plain recurrence runs over one row of all sequences at a time: it needs each
@@ -48,8 +48,8 @@ def selective_scan(
         A_CN: `[C, N]`, negative.
         B_TN, C_TN: `[T, N]`.
         D_C: skip connection `[C]`.
-        initial_states_RCN: `SlotStates` `[C, N]`, fp32 or bf16; None: start from zeros and
-            keep nothing.
+        initial_states_RCN: `SlotStates` `[C, N]`, fp32 or bf16; None starts from zeros and
+            keeps nothing.
         layout: lengths and captures of the sequences (positions do not matter here).
         chunk_size: the backward keeps every `chunk_size`-th state of a sequence and computes those
             between again; the result does not depend on it.
@@ -89,8 +89,8 @@ def _step(
     C_RN: torch.Tensor,
     h_RCN: torch.Tensor | list[tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
-    """One token for each of R sequences, with the sums of `_scan`. Of a list of states before and
-    after it writes the latter, with the same bits, and returns outputs alone."""
+    """Run one token for each of R sequences, with the sums of `_scan`. Given a list of states
+    before and after, write the latter, with the same bits, and return outputs alone."""
     decay_RCN = (dt_RC.unsqueeze(-1) * A_CN).exp_()
     new_RCN = dtx_RC.unsqueeze(-1) * B_RN.unsqueeze(1)
     if not isinstance(h_RCN, list):
@@ -102,7 +102,7 @@ def _step(
 
 
 def _outputs(C_TN: torch.Tensor, h_TNC: torch.Tensor) -> torch.Tensor:
-    """h C of each token, `[T, C]`. MKL rounds one product otherwise than several."""
+    """Compute h C of each token, `[T, C]`. MKL rounds one product otherwise than several."""
     if len(h_TNC) == 1:
         return _outputs(C_TN.expand(2, -1), h_TNC.expand(2, -1, -1))[:1]
     return (C_TN.unsqueeze(1) @ h_TNC).squeeze(1)
@@ -118,8 +118,8 @@ def _scan(
     h_RCN: torch.Tensor,
     order: TimeOrder,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Chunks of rows in order, with states transposed to `[N, C]`: N is small, and loops over C,
-    the last dimension, run at full speed."""
+    """Run chunks of rows in order, with states transposed to `[N, C]`: N is small, and loops over
+    C, the last dimension, run at full speed."""
     inputs_T = [order.tokens.apply(t) for t in (dtx_TC, dt_TC, B_TN, C_TN)]
     A_NC = A_CN.t().contiguous()
     h_RNC = order.sequences.apply(h_RCN.mT)
@@ -199,7 +199,7 @@ class _Rows(torch.autograd.Function):
 
 
 def _blocks(sizes: list[int], limit: int) -> Iterator[tuple[int, int, list[int]]]:
-    """Runs of rows of at most `limit` tokens, or of one row: (first token, end, their sizes)."""
+    """Yield runs of rows, of at most `limit` tokens or one row: (first token, end, their sizes)."""
     first, rows = 0, []
     for size in sizes:
         if rows and sum(rows) + size > limit:
@@ -217,7 +217,7 @@ def _advance(
     A_NC: torch.Tensor,
     sizes: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Decays of all tokens, states after them, and final states of sequences that end earlier."""
+    """Return tokens' decays, states after them, and final states of sequences that end earlier."""
     decay_TNC = (dt_TC.unsqueeze(1) * A_NC).exp_()
     h_TNC = dtx_TC.unsqueeze(1) * B_TN.unsqueeze(2)
     ended = []
@@ -236,7 +236,7 @@ class TimeOrder:
 
     @classmethod
     def of(cls, layout: RaggedLayout, device: torch.device | str) -> TimeOrder:
-        """The order of a layout, made once per device and cached in the layout."""
+        """Return the order of a layout, made once per device and cached in the layout."""
         return layout.cached(("time_order", torch.device(device)), lambda: cls(layout, device))
 
     def __init__(self, layout: RaggedLayout, device: torch.device | str) -> None:

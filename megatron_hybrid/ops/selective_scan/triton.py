@@ -102,7 +102,7 @@ def scan_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Some channels of one sequence: h = exp(dt A) h + dt x B^T, y = h C + D x, token by token.
+    """Run some channels of one sequence: h = exp(dt A) h + dt x B^T, y = h C + D x, token by token.
     Zeros in the rows after all sequences."""
     sequence = tl.program_id(0)
     row = tl.load(rows_ptr + sequence).to(tl.int64)
@@ -146,7 +146,7 @@ def scan_kernel(
 
 @triton.jit
 def _token(x_ptr, dt_ptr, B_ptr, t, c, s, CHANNELS: tl.constexpr, N: tl.constexpr):
-    """x, dt and B of a token, of contiguous tensors."""
+    """Load x, dt and B of a token, of contiguous tensors."""
     x = tl.load(x_ptr + t * CHANNELS + c, mask=c < CHANNELS, other=0.0)
     dt = tl.load(dt_ptr + t * CHANNELS + c, mask=c < CHANNELS, other=0.0)
     B = tl.load(B_ptr + t * N + s, mask=s < N, other=0.0)
@@ -181,8 +181,8 @@ def gradient_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Some channels of every P-th sequence, of P programs: gradients of its tokens from the last
-    to the first, and sums of the others, one for each program."""
+    """Compute for some channels of every P-th sequence, of P programs, gradients of its tokens from
+    the last to the first, and sums of the others, one for each program."""
     lane, block = tl.program_id(0), tl.program_id(1)
     c, s = block * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_N)
     inside = (c < CHANNELS)[:, None] & (s < N)[None, :]
@@ -260,19 +260,19 @@ def run(*inputs: Any) -> Tensor:
 
 
 def again(x_TC: Tensor, dt_TC: Tensor, A_CN: Tensor, *_: Any) -> Callable[..., Tensor] | None:
-    """What has a kernel's gradient; None for wide states."""
+    """Return the function that has a kernel's gradient; None for wide states."""
     return _Scan.apply if A_CN.shape[1] <= MOST_STATES else None
 
 
 def _form(channels: int, N: int) -> dict[str, int]:
-    """Constants of a launch."""
+    """Return the constants of a launch."""
     block_n = triton.next_power_of_2(N)
     block_c = min(triton.next_power_of_2(channels), max(1, ELEMENTS // block_n))
     return {"CHANNELS": channels, "N": N, "BLOCK_C": block_c, "BLOCK_N": block_n, "num_warps": 4}
 
 
 def _with_captures(layout: RaggedLayout, chunk: int) -> RaggedLayout:
-    """The layout with a capture after each chunk but a sequence's last."""
+    """Return the layout with a capture after each chunk but a sequence's last."""
     bounds = pairwise(layout.cu_seqlens)
     ends = [at for row, end in bounds for at in range(row + chunk, end, chunk)]
     return RaggedLayout(layout.lengths, layout.start_positions, tuple(ends), layout.num_padding)

@@ -12,7 +12,7 @@ def slot_linear(x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
     Args:
         x: `[T, C]`.
         weights: `[S, O, C]`, in the dtype of x.
-        slots: `[T]`, int; below 0: the row is not multiplied.
+        slots: `[T]`, int; a row with a number below 0 is not multiplied.
 
     Returns:
         `[T, O]`, in the dtype of x; 0 in rows that are not multiplied.

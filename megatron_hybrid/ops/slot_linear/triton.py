@@ -26,7 +26,7 @@ def slot_linear_kernel(
     BLOCK_O: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Some outputs of one row."""
+    """Compute some outputs of one row."""
     t = tl.program_id(0).to(tl.int64)
     o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     slot = tl.load(slots_ptr + t).to(tl.int64)

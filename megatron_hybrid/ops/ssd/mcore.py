@@ -57,7 +57,7 @@ for _kernel in (
 ):
     leave_unspecialized(_kernel, "seqlen", "nchunks")
 
-# They are told all strides but those of boundaries; where ours are neighbours, none is declared.
+# They take all strides but those of boundaries; where ours are neighbours, none is declared.
 _cumsum = checked(_chunk_cumsum_fwd, dt=2, A=1)
 _chunk_states = checked(_chunk_state_fwd, B=3, x=3)
 _pass_states = checked(_state_passing_fwd)
@@ -97,12 +97,12 @@ def run(*inputs: Any) -> Tensor:
 
 
 def again(*inputs: Any) -> Callable[..., Tensor] | None:
-    """What has fla-core's gradient; None where it is missing, or compiled wrongly."""
+    """Return the function with fla-core's gradient; None if it is missing or compiled wrongly."""
     return _differentiable if is_there("fla.ops") and not compiles_wrongly() else None
 
 
 def _differentiable(*given: Any) -> Tensor:
-    """The op by fla-core's linear attention, which has a B and a C for each head."""
+    """Run the op by fla-core's linear attention, which has a B and a C for each head."""
     from fla.ops.simple_gla import chunk_simple_gla
 
     x, dt, A_H, B, C, D_H, _, layout, _ = given
@@ -125,7 +125,7 @@ def _scan(
     chunk_size: int,
     y_THP: Tensor,
 ) -> None:
-    """All other sequences, in chunks; writes outputs, final states and captures."""
+    """Run all other sequences, in chunks; write outputs, final states and captures."""
     x_THP, dt_TH, B_TGN, C_TGN = inputs
     chunks = AnchoredChunks.of(layout, chunk_size, x_THP.device)
     bounds, owners = chunks.boundaries_S, chunks.sequences_S

@@ -13,7 +13,7 @@ def ssd_scan(
     D_H: Tensor,
     state_HPN: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """One sequence: outputs, and the state after each token."""
+    """Run one sequence: outputs, and the state after each token."""
     repeats = x_THP.shape[1] // B_TGN.shape[1]
     outputs, states = [], []
     for x_HP, dt_H, B_GN, C_GN in zip(x_THP, dt_TH, B_TGN, C_TGN):

@@ -21,7 +21,7 @@ def ssd_scan(
     layout: RaggedLayout,
     chunk_size: int = 64,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """S_t = exp(dt_t A) S_{t-1} + dt_t x_t (x) B_t;  y_t = S_t C_t + D x_t, for each sequence.
+    """Compute S_t = exp(dt_t A) S_{t-1} + dt_t x_t (x) B_t; y_t = S_t C_t + D x_t, by sequence.
 
     This function also takes states `[R, H, P, N]`, and returns final and captured ones after y: see
     `in_slots`.
@@ -32,11 +32,11 @@ def ssd_scan(
         A_H: `[H]`, negative.
         B_TGN, C_TGN: `[T, G, N]`; each group serves H / G consecutive heads.
         D_H: skip connection `[H]`.
-        initial_states_RHPN: `SlotStates` `[H, P, N]`, fp32 or bf16; None: start from zeros and
-            keep nothing.
+        initial_states_RHPN: `SlotStates` `[H, P, N]`, fp32 or bf16; None starts from zeros and
+            keeps nothing.
         layout: lengths, positions and captures of the sequences.
-        chunk_size: rows of a chunk; the result does not depend on it but for rounding. 1: token by
-            token, with the same bits in every cut; gradients are those of chunks.
+        chunk_size: rows of a chunk; the result does not depend on it but for rounding. With 1,
+            token by token, all cuts give the same bits; gradients are those of chunks.
 
     Returns:
         y `[T, H, P]` in the dtype of x, zeros in padding rows. All arithmetic is fp32, whatever the
@@ -73,8 +73,8 @@ def _step(
     C_RGN: torch.Tensor,
     S_RHPN: torch.Tensor | list[tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
-    """One token for each of R sequences: the plain recurrence. Of a list of states before and after
-    it writes the latter, with the same bits, and returns outputs alone."""
+    """Run one token for each of R sequences: the plain recurrence. Given a list of states before
+    and after, write the latter, with the same bits, and return outputs alone."""
     heads_per_group = dtx_RHP.shape[1] // B_RGN.shape[1]
     B_RH1N, C_RH1N = (
         t.repeat_interleave(heads_per_group, dim=1).unsqueeze(2) for t in (B_RGN, C_RGN)

@@ -54,7 +54,7 @@ def steps_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Some values of one head of one sequence: S = exp(dt A) S + dt x B^T in the pool, y = S C,
+    """Run some values of one head of one sequence: S = exp(dt A) S + dt x B^T in the pool, y = S C,
     token by token, with the states after captured ones; 0 in the rows after all sequences."""
     r, h = tl.program_id(0), tl.program_id(1)
     p, s = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
@@ -109,7 +109,7 @@ def run_steps(
     D_H: Tensor,
     steps: Steps,
 ) -> None:
-    """The recurrence of `ops.ssd_scan`, in place. A_H is fp32; last strides are 1."""
+    """Run the recurrence of `ops.ssd_scan` in place. A_H is fp32; last strides are 1."""
     (_, H, P), N = x_THP.shape, B_TGN.shape[2]
     block_n = max(16, triton.next_power_of_2(N))
     block_p = min(triton.next_power_of_2(P), max(1, STEP_ELEMENTS // block_n))

@@ -20,7 +20,7 @@ _EXCHANGES = ((7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000
 
 
 def to_planes(values_B64: Tensor) -> Tensor:
-    """Bit planes of integers in [0, 2^16): word j of a block holds bit j of each of its integers.
+    """Return bit planes of integers in [0, 2^16): word j of a block holds bit j of each of these.
 
     Args:
         values_B64: int16, int32 or int64 `[B, 64]`; its low 16 bits count.
@@ -36,7 +36,7 @@ def to_planes(values_B64: Tensor) -> Tensor:
 
 
 def from_planes(planes_B16: Tensor) -> Tensor:
-    """Inverse of `to_planes`: int32 `[B, 64]`."""
+    """Invert `to_planes`: int32 `[B, 64]`."""
     octets_B2x8x8 = _transposed(planes_B16.contiguous().view(torch.uint8).view(-1, 2, 8, 8))
     octets_B2x8 = _transpose_bits(octets_B2x8x8.view(torch.int64).view(-1, 2, 8))
     bytes_B64x2 = _transposed(octets_B2x8.view(torch.uint8).view(-1, 2, BLOCK))
@@ -49,7 +49,7 @@ def _transposed(matrices: Tensor) -> Tensor:
 
 
 def _transpose_bits(octets: Tensor) -> Tensor:
-    """Each int64 as 8 bytes of 8 bits: swap bit j of byte i with bit i of byte j."""
+    """Swap bit j of byte i with bit i of byte j in each int64, as 8 bytes of 8 bits."""
     for shift, mask in _EXCHANGES:
         changed = (octets >> shift).bitwise_xor_(octets).bitwise_and_(mask)
         octets = (octets ^ changed).bitwise_xor_(changed.bitwise_left_shift_(shift))
@@ -57,7 +57,7 @@ def _transpose_bits(octets: Tensor) -> Tensor:
 
 
 def rice_parameters(values_B64: Tensor) -> Tensor:
-    """The Rice parameter of each block, int32 `[B]`: the binary exponent of the mean and a half.
+    """Choose the Rice parameter of each block, int32 `[B]`: the binary exponent of its mean + 1/2.
 
     One more saves about (mean + 1/2) / 2^(parameter + 1) quotient bits and costs one. Half-normal
     values take 0.1 to 0.2 bits more than their entropy.
@@ -68,7 +68,7 @@ def rice_parameters(values_B64: Tensor) -> Tensor:
 
 
 def rice_bits(values_B64: Tensor, parameters_B: Tensor) -> Tensor:
-    """Bits that the codes of each block take, int64 `[B]`."""
+    """Count the bits that the codes of each block take, int64 `[B]`."""
     quotients = values_B64 >> parameters_B.unsqueeze(-1)
     return quotients.sum(-1) + BLOCK * (parameters_B + 1)
 
@@ -105,7 +105,7 @@ def rice_pack(
 def rice_unpack(
     words_W: Tensor, parameters_B: Tensor, planes_B: Tensor, streams_B: Tensor, ones_B64: Tensor
 ) -> Tensor:
-    """Inverse of `rice_pack`: int32 `[B, 64]`.
+    """Invert `rice_pack`: int32 `[B, 64]`.
 
     Args:
         words_W, parameters_B, planes_B: see there.
@@ -121,7 +121,7 @@ def rice_unpack(
 
 
 def positions_of_ones(words_W: Tensor, count: int) -> Tensor:
-    """Numbers of the first `count` bits that are 1, int64; -1 after the last one."""
+    """Return the numbers of the first `count` bits that are 1, int64; -1 after the last one."""
     octets = words_W.contiguous().view(torch.uint8).unsqueeze(-1)
     bits = (octets >> torch.arange(8, dtype=torch.uint8, device=words_W.device)) & 1
     return torch.nonzero_static(bits.flatten(), size=count).squeeze(-1)

@@ -55,7 +55,7 @@ _HEADROOM = 0.125
 
 
 def importance_of(decay: Tensor) -> Tensor:
-    """Number of next outputs that an error of a state element affects: 1 to `HORIZON_TOKENS`.
+    """Count the next outputs that an error of a state element affects: 1 to `HORIZON_TOKENS`.
 
     Args:
         decay: factor of an element from one token to the next, 0 to 1, any shape.
@@ -79,8 +79,8 @@ class StatesCodec:
         decays: typical factor of each element per token, 0 to 1, broadcastable to `shapes`.
         bytes_per_element: size of encoded states, overheads included, from about 300 elements of
             each on; smaller ones get their overheads in addition.
-        max_rank: most rank-1 parts subtracted from a state; None: as many as a tenth of its bytes
-            holds.
+        max_rank: most rank-1 parts subtracted from a state; None means as many as a tenth of its
+            bytes holds.
 
     Raises:
         ValueError: a shape has fewer than two dimensions or no element, or there are less than two
@@ -116,7 +116,7 @@ class StatesCodec:
         return self._blocks[device]
 
     def encode(self, states: Sequence[Tensor]) -> Tensor:
-        """The bytes of all states, uint8 `[num_bytes]`.
+        """Return the bytes of all states, uint8 `[num_bytes]`.
 
         A head that holds an inf or a NaN comes back as all NaN; the others are not affected.
         """
@@ -149,7 +149,7 @@ class StatesCodec:
         return words_W[:-1].view(torch.uint8)
 
     def decode(self, code: Tensor) -> list[Tensor]:
-        """The states of uint8 `[num_bytes]`, fp32."""
+        """Return the states of uint8 `[num_bytes]`, fp32."""
         words_W = code.view(torch.int64)
         blocks = self._blocks_on(code.device)
         read, first = [], words_W.new_zeros(())
@@ -198,7 +198,7 @@ class _Blocks:
         """int64; the first block of each state."""
 
     def sums(self, numbers_B: Tensor) -> Tensor:
-        """Sums of integers over the blocks of each state, int64 `[S]`."""
+        """Sum integers over the blocks of each state, int64 `[S]`."""
         numbers_B = numbers_B.long()
         return numbers_B.new_zeros(len(self.firsts_S)).index_add_(0, self._owners_B, numbers_B)
 
@@ -209,12 +209,12 @@ class _Blocks:
 
 
 def _before(sizes: Tensor) -> Tensor:
-    """Sums of all integers before each, int64."""
+    """Sum all integers before each, int64."""
     return sizes.cumsum(0, dtype=torch.int64) - sizes
 
 
 def _words(bits: Tensor) -> Tensor:
-    """Words that hold so many bits."""
+    """Count the words that hold so many bits."""
     return -(-bits // BLOCK)
 
 
@@ -258,7 +258,7 @@ class _State:
             self.max_rank -= 1
 
     def section_words(self, num_parts: int) -> tuple[int, int, int]:
-        """Words of the numbers, of the Rice parameters and of the factors."""
+        """Count the words of the numbers, of the Rice parameters and of the factors."""
         heads, rows, columns = self.matrices
         num_numbers = 2 + heads * (1 + num_parts)
         num_factors = num_parts * heads * (rows + columns)
@@ -269,7 +269,7 @@ class _State:
         )
 
     def blocks(self, x_HNP: Tensor) -> Tensor:
-        """`[B, 64]`, zeros after the last element."""
+        """Split values into blocks `[B, 64]`, with zeros after the last element."""
         padding = BLOCK * self.num_blocks - self.num_elements
         return F.pad(x_HNP.flatten(), (0, padding)).view(-1, BLOCK)
 
@@ -305,7 +305,7 @@ class _Sections:
         self._factors = codes[: self._most_parts * heads * (rows + columns)]
 
     def state(self, values_B64: Tensor) -> Tensor:
-        """The state, fp32, of its integers."""
+        """Return the state, fp32, of its integers."""
         known = self._known
         heads, rows, columns = known.matrices
         steps_H11, *scales_H11 = self._scales
@@ -374,7 +374,7 @@ class _Prepared:
 
 
 def _relative_steps(x_HNP: Tensor, unit_H11: Tensor) -> Tensor:
-    """Steps of the heads of a state in their units, `[H, 1, 1]`.
+    """Compute the steps of the heads of a state in their units, `[H, 1, 1]`.
 
     Errors are relative to the size of a state, since layers normalise their inputs. Within a state
     a step grows with the square root of a head's rms: half-way between equal errors (best if the
@@ -431,7 +431,7 @@ def _fine_bits(levels_B64: Tensor) -> Tensor:
 
 
 def _integers(levels_B64: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-    """(multiples of the step, 0 -1 1 -2 2 ... as 0 1 2 3 4 ..., int32 `[B, 64]`; their Rice
+    """Return (multiples of the step, 0 -1 1 -2 2 ... as 0 1 2 3 4 ..., int32 `[B, 64]`; their Rice
     parameters int32 `[B]`)."""
     signed = (levels_B64 / step).round_().int()
     values_B64 = (signed << 1).bitwise_xor_(signed.bitwise_right_shift_(31))
@@ -439,7 +439,7 @@ def _integers(levels_B64: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _average_step(means_B: Tensor, num_words: Tensor) -> Tensor:
-    """The step, fp32 scalar, at which codes of levels with these means fit on average."""
+    """Find the step, fp32 scalar, at which codes of levels with these means fit on average."""
     smallest = means_B.amax().clamp(min=1e-30) / _MOST_LEVELS
     step = smallest
     # Bits fall with the logarithm of the step, ever slower: Newton's method comes from below.
@@ -452,7 +452,7 @@ def _average_step(means_B: Tensor, num_words: Tensor) -> Tensor:
 
 
 def _smallest_step(levels: list[Tensor], blocks: _Blocks, num_words: Tensor) -> Tensor:
-    """The step, fp32 scalar, at which the codes of levels `[B, 64]` fit into num_words words."""
+    """Find the least step, fp32 scalar, whose codes of levels `[B, 64]` fit into num_words."""
     budget = BLOCK * num_words
     step = _average_step(torch.cat([each.abs().mean(-1) for each in levels]), num_words)
     peak = torch.stack([each.abs().amax() for each in levels]).amax().clamp(min=1e-30)
@@ -480,13 +480,13 @@ def _smallest_step(levels: list[Tensor], blocks: _Blocks, num_words: Tensor) -> 
 
 
 def _round_factor(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(multiples -31..31 as floats, scale `[H, 1, 1]`) of the vectors of each head."""
+    """Round the vectors of each head: (multiples -31..31 as floats, scale `[H, 1, 1]`)."""
     scale = x.abs().amax((1, 2), keepdim=True).clamp(min=1e-30) / _FACTOR_LEVELS
     return (x / scale).round(), scale
 
 
 def _pack_factors(factors: list[Tensor], num_parts: Tensor, device: torch.device) -> Tensor:
-    """Integers -31..31 in six words for each 64 of them; zeros after those of `num_parts`."""
+    """Pack integers -31..31 in six words for each 64 of them; zeros after those of `num_parts`."""
     codes = torch.cat([torch.empty(0, device=device), *(f.flatten() for f in factors)])
     codes = codes.int() + _FACTOR_LEVELS
     if factors:
@@ -502,7 +502,7 @@ def _unpack_factors(words_W: Tensor) -> Tensor:
 
 
 def _pack_nibbles(values: Tensor) -> Tensor:
-    """Integers of 4 bits, sixteen to a word."""
+    """Pack integers of 4 bits, sixteen to a word."""
     pairs = F.pad(values, (0, -len(values) % 16)).to(torch.uint8).view(-1, 2)
     return (pairs[:, 0] | (pairs[:, 1] << 4)).view(torch.int64)
 
@@ -513,6 +513,6 @@ def _unpack_nibbles(words_W: Tensor) -> Tensor:
 
 
 def _some(words_W: Tensor, first: Tensor, count: int) -> Tensor:
-    """`count` words from a word on; after the last one, any."""
+    """Return `count` words from a word on; after the last one, any."""
     places = first + torch.arange(count, device=first.device)
     return words_W[places.clamp_(max=len(words_W) - 1)]

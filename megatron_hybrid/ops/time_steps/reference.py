@@ -14,18 +14,18 @@ def time_steps(
     max_beta: float = 1.0,
     bound: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Time steps softplus(x + bias) within limits, times a factor, which makes them log decays;
-    and writing strengths max_beta sigmoid(beta).
+    """Compute time steps softplus(x + bias) within limits, times a factor, which makes them log
+    decays; and writing strengths max_beta sigmoid(beta).
 
     Args:
         x_TC: `[T, C]`.
         bias_C: `[C]`.
-        factor_F: `[F]`, each for C / F consecutive channels; None: 1.
-        limits: smallest and largest time step; None: no largest one.
+        factor_F: `[F]`, each for C / F consecutive channels; None means 1.
+        limits: smallest and largest time step; None means no largest one.
         beta_TH: `[T, H]`, or None.
         max_beta: largest writing strength.
         bound: of the log decays, below 0; they are bound sigmoid(-factor (x + bias)) then, and
-            `limits` do not count. None: there is none.
+            `limits` do not count. None means no bound.
 
     Returns:
         fp32 `[T, C]`, and fp32 `[T, H]` or None.

@@ -38,7 +38,7 @@ def steps_kernel(
     HAS_LIMITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Some channels of one row, and the writing strengths of as many heads."""
+    """Compute some channels of one row, and the writing strengths of as many heads."""
     t, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < C
     x_ptrs = x_ptr + t * stride_x_row + c * stride_x_channel
