@@ -68,7 +68,7 @@ class Split:
     layout: Layout = SAME
 
     def rows(self, num_rows: int) -> list[Tensor | None]:
-        """bool [num_rows] for each part: its rows of ours; None: all."""
+        """Mark for each part its rows of ours, bool [num_rows]; None means all."""
         if len(self.names) == 1:
             return [None]
         parts = self.layout.to_theirs([torch.empty(num_rows, 1, device="meta")])
@@ -100,12 +100,12 @@ class AdapterFields:
     targets: tuple[str, ...] = ()
 
     def scale(self) -> float:
-        """Factor of B A (rsLoRA: Kalajdzievski 2023, arXiv:2312.03732)."""
+        """Return the factor of B A (rsLoRA: Kalajdzievski 2023, arXiv:2312.03732)."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
 def splits(config: HybridConfig, names: Mapping[str, object]) -> dict[str, Split]:
-    """The parts of projections, by our canonical names, which may have adapters."""
+    """Find the parts of projections, by our canonical names, which may have adapters."""
     found = {name: Split((name,)) for name in names}
     adapter = adapter_of(config)
     for tensor_map in adapter.tensors(config) if adapter is not None else ():
@@ -240,7 +240,7 @@ def _placed(
 
 
 def _of_pattern(pattern: Mapping[str, float] | None, module: str, default: float) -> float:
-    """The value for a module, as PEFT finds it: of the first key that its name ends with."""
+    """Return the value for a module, as PEFT finds it: of the first key that its name ends with."""
     for key, value in (pattern or {}).items():
         if re.fullmatch(rf"(.*\.)?({key})", module):
             return value
@@ -313,12 +313,12 @@ def write_adapters(
 
 
 def _end(name: str) -> str:
-    """The end of a name, from its last word on that is no number."""
+    """Return the end of a name, from its last word on that is no number."""
     return re.sub(r".*\.(?=[^.]*[^.\d])", "", name)
 
 
 def _modules(config: HybridConfig, known: Mapping[str, Split]) -> set[str]:
-    """The names of all modules that have a weight, adapted or not, or have such modules."""
+    """Name all modules that have a weight, adapted or not, or have such modules."""
     adapter = adapter_of(config)
     if adapter is None:
         return {name for split in known.values() for name in split.names}

@@ -157,8 +157,8 @@ def checked_load(
     cast: bool = False,
     keeps_packing: bool = False,
 ) -> Iterator[Callable[[], None]]:
-    """`load_checkpoint` on this rank alone, in two steps: all is checked, and the context is the
-    function that writes. An error inside puts back the parameters that were replaced. A model
+    """Run `load_checkpoint` on this rank alone, in two steps: all is checked, and the context is
+    the function that writes. An error inside puts back the parameters that were replaced. A model
     without memory can be checked, and not written.
 
     Args:

@@ -80,12 +80,12 @@ class CheckpointFolder:
 
     @property
     def is_unknown_around(self) -> bool:
-        """Whether the folder is of `PLAIN_AROUND`: its language model is told by its prefix."""
+        """Whether the folder is of `PLAIN_AROUND`: the prefix shows its language model."""
         return str(self.values.get("model_type")) in PLAIN_AROUND
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:
-        """The quantization_config; None: the weights are not quantized."""
+        """The quantization_config; None if the weights are not quantized."""
         return quantization_of(self.values)
 
     @property
@@ -118,16 +118,15 @@ class CheckpointFolder:
         return config_of(self._with_dtype(), str(self.config_file), names, mtp, **overrides)
 
     def tensor_names(self) -> list[str]:
-        """Names of all weights; none where there are unreadable ones, which their loading
-        reports."""
+        """Name all weights; none where there are unreadable ones, which their loading reports."""
         try:
             return self.files.names()
         except CheckpointError:
             return []
 
     def _with_dtype(self) -> Mapping[str, Any]:
-        """The values with a `dtype`, which a config.json of Hugging Face may lack: bfloat16 for
-        quantized weights, else that of the first floating-point tensor, as in transformers.
+        """Return the values with a `dtype`, which a config.json of Hugging Face may lack: bfloat16
+        for quantized weights, else that of the first floating-point tensor, as in transformers.
         Without weights none is added, which means float32."""
         parts = _with_text_config(self.values)
         named = any(part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
@@ -155,7 +154,7 @@ def config_of(
 
     Args:
         tensor_names: of the weights of a Hugging Face folder, which say whether it has an MTP
-            head. None: what config.json says of that.
+            head. None means what config.json says of that.
         mtp: with such parts; over several pipeline stages they are left out in any case.
 
     Raises:
@@ -208,7 +207,7 @@ def huggingface_config(
 
 
 def quantization_of(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The quantization_config in a config.json; None: the weights are not quantized."""
+    """Find the quantization_config in a config.json; None if the weights are not quantized."""
     for part in _with_text_config(values):
         if isinstance(found := part.get("quantization_config"), Mapping) and found:
             # Older releases of ModelOpt leave out its name.
@@ -224,7 +223,7 @@ def check_free(folder: Path) -> None:
 
 
 def adapter_of(config: HybridConfig) -> Adapter | None:
-    """The adapter of the Hugging Face folder that a config was read from; None: it was not."""
+    """Find the adapter of the Hugging Face folder that a config was read from, if it was."""
     hf = config.huggingface_config
     return None if hf is None else _adapter(hf, "huggingface_config")
 
@@ -249,7 +248,7 @@ def _is_huggingface(values: Mapping[str, Any]) -> bool:
 
 
 def _with_text_config(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A config.json, and what it says of its language model if it is a composite one."""
+    """List a config.json, and what it says of its language model if it is a composite one."""
     text = language_part(values)
     return [values] if text is None else [values, text]
 

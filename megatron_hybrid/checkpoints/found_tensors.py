@@ -44,8 +44,8 @@ class FoundTensors:
     """Whether values in fp32 are rounded, as the word embedding is in the model's dtype."""
 
     def source(self, cast: bool) -> TensorSource:
-        """The tensors of the folder, and parts of packed weights in place of these. cast: round
-        values of any dtype."""
+        """Return the tensors of the folder, with parts of packed weights in place of these. With
+        `cast`, values of any dtype are rounded."""
         files, packed = self.files, self.packed
         parts = {name: name for name in packed.parts()}
         others = self.given.keys() - packed.stored.keys() - packed.part_names() - parts.keys()
@@ -97,7 +97,7 @@ def find_tensors(
     """Find what the files of a folder hold for a model, which may be on the meta device.
 
     Args:
-        names: `names_of_all_stages`; None: the model is whole.
+        names: `names_of_all_stages`; None means that the model is whole.
 
     Raises:
         CheckpointError: unreadable, or not of this model.
@@ -120,7 +120,7 @@ def find_tensors(
 
 
 def _find_theirs(config: HybridConfig, folder: CheckpointFolder) -> FoundTensors:
-    """`find_tensors` in a folder of Hugging Face."""
+    """Do `find_tensors` in a folder of Hugging Face."""
     adapter, files = folder.adapter, folder.files
     weights = PackedFiles(files, folder.quantization)
     given: dict[str, str] = {}

@@ -18,7 +18,7 @@ from megatron_hybrid.models.sharding.tensor_sharding import copy_marks
 
 
 def own_tensors(model: HybridModel) -> dict[str, Tensor]:
-    """Every parameter and persistent buffer by canonical name."""
+    """Return every parameter and persistent buffer by canonical name."""
     tensors = model.state_dict(keep_vars=True)
     return {
         model.canonical_name(name): tensor for name, tensor in tensors.items() if is_parameter(name)
@@ -37,12 +37,12 @@ def own_weights(model: HybridModel) -> dict[str, Tensor | PackedWeight]:
 
 
 def names_of_all_stages(model: HybridModel) -> Collection[str]:
-    """`own_weights` of all pipeline stages, names only. Call it on every rank of the model."""
+    """Name `own_weights` of all pipeline stages. Call it on every rank of the model."""
     return of_all_stages(model, dict.fromkeys(own_weights(model))).keys()
 
 
 def of_all_stages(model: HybridModel, own: dict[str, Any]) -> dict[str, Any]:
-    """What all pipeline stages say by name, in their order. Call it on every rank of the model."""
+    """Gather what all pipeline stages say by name, in order. Call it on every rank of the model."""
     pp = model.pg_collection.pp
     if pp.size() == 1:
         return own

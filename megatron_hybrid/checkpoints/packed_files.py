@@ -57,11 +57,11 @@ class StoredWeight:
     parts: Mapping[str, PackedTensor]
     """Names of `ops.packed_linear`: "codes", "scale", and "outer" and "zero" if there."""
     block: tuple[int, int]
-    """Rows and columns that share a scale; 0: all of them."""
+    """Rows and columns that share a scale; 0 means all of them."""
 
     @classmethod
     def of_parts(cls, parts: Mapping[str, PackedTensor]) -> StoredWeight:
-        """A weight whose parts are stored as they are in memory, a scale for each row."""
+        """Make a weight whose parts are stored as they are in memory, a scale for each row."""
         *rows, width = parts["codes"].shape
         columns = width * 8 // format_of(parts["codes"].dtype, parts["scale"].dtype).bits
         return cls((*rows, columns), parts, (1, columns // parts["scale"].shape[-1]))
@@ -77,8 +77,8 @@ class StoredWeight:
         return {name: part.dtype for name, part in self.parts.items()}
 
     def by_row(self, name: str, stored: Tensor, group: int) -> Tensor:
-        """A part with a row for each row of the weight and, of scales, a column for each `group`
-        columns of it, a divisor of `self.group`."""
+        """Return a part with a row for each row of the weight and, of scales, a column for each
+        `group` columns of it, a divisor of `self.group`."""
         return self.over_rows(name, self.parts[name].decode(stored), group)
 
     def over_rows(self, name: str, value: Tensor, group: int) -> Tensor:
@@ -95,14 +95,14 @@ class StoredWeight:
         return whole.repeat_interleave(self.group // group, -1)[..., :rows, : columns // group]
 
     def shape_by_row(self, name: str, group: int) -> tuple[int, ...]:
-        """The shape of what `by_row` returns."""
+        """Return the shape of what `by_row` returns."""
         *lead, rows, columns = self.shape
         bits = format_of(self.parts["codes"].dtype, self.parts["scale"].dtype).bits
         counts = {"codes": columns * bits // 8, "outer": 1}
         return (*lead, rows, counts.get(name, columns // group))
 
     def as_stored(self, name: str, value: Tensor) -> Tensor:
-        """The inverse of `by_row`."""
+        """Invert `by_row`."""
         part = self.parts[name]
         if name == "outer":
             value = value[..., :1, :1]
@@ -117,7 +117,7 @@ class PackedFiles:
 
     Args:
         files: of the folder.
-        config: its `quantization_config`; None: nothing may be packed.
+        config: its `quantization_config`; None means that nothing may be packed.
 
     Raises:
         CheckpointError: a format that is not read, or tensors that contradict the config.
@@ -146,22 +146,22 @@ class PackedFiles:
         self._plain = others - self.kept
 
     def names(self) -> list[str]:
-        """Names of all weights; twice of one that is there plain and packed."""
+        """Name all weights; twice one that is there plain and packed."""
         return [*self._plain, *self.stored]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a weight, unpacked."""
+        """Return the shape of a weight, unpacked."""
         return self.stored[name].shape if name in self.stored else self.files.shape(name)
 
     def part(
         self, name: str, dtype: torch.dtype | None = None, *codec: Any, dims: int | None = None
     ) -> PackedTensor:
-        """One of the folder's tensors as a part.
+        """Return one of the folder's tensors as a part.
 
         Args:
-            dtype: None: as stored.
+            dtype: as stored by default.
             codec: further fields of `PackedTensor`.
-            dims: None: any number.
+            dims: any number by default.
 
         Raises:
             CheckpointError: there is none of this name, or with other dimensions.
@@ -183,7 +183,7 @@ class PackedFiles:
         return name in self._names
 
     def quantization(self, name: str) -> Quantization:
-        """How a weight is packed, by the config. Raises CheckpointError if that says nothing."""
+        """Say how a weight is packed, by the config. Raise CheckpointError if that says nothing."""
         if self._quantization is None:
             raise CheckpointError(
                 f"{name} is packed in {self.files.folder}, but neither config.json nor "
@@ -245,19 +245,19 @@ class PackedFiles:
 
 
 def _kind(tensor: Tensor, dims: int) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Dtype and shape of a part, without the dimensions of one that some folders leave out, or have
-    twice, after the `dims` - 2 of experts."""
+    """Return dtype and shape of a part, without the dimensions of one that some folders leave out,
+    or have twice, after the `dims` - 2 of experts."""
     lead, grid = tensor.shape[: dims - 2], tensor.shape[dims - 2 :]
     if len(grid) == 4 and grid[1] == grid[3] == 1:
         grid = grid[::2]
     return tensor.dtype, (*lead, *grid, *(1,) * (2 - len(grid)))
 
 
-# Readers: the parts of a packed weight, by the name of its codes; None: these are no codes --------
+# Readers: the parts of a packed weight, by the name of its codes; None if these are no codes ------
 
 
 def _plain_codes(files: PackedFiles, name: str) -> dict[str, PackedTensor] | None:
-    """FP8 and INT8 of one code an element, and ModelOpt's NVFP4."""
+    """Find FP8 and INT8 of one code an element, and ModelOpt's NVFP4."""
     dtype, inverse = files.files.dtype(name), f"{name}_scale_inv"
     is_code = dtype in (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
     if is_code and not (files.has(inverse) or files.has(f"{name}_scale")):
@@ -279,8 +279,8 @@ def _plain_codes(files: PackedFiles, name: str) -> dict[str, PackedTensor] | Non
 
 
 def _packed_codes(files: PackedFiles, name: str) -> dict[str, PackedTensor] | None:
-    """Those of compressed-tensors: NVFP4 in bytes, and integers in words of 32 bits, of which each
-    is offset to be positive."""
+    """Find the parts of compressed-tensors: NVFP4 in bytes, and integers in words of 32 bits, each
+    of them offset to be positive."""
     weight, dtype = name.removesuffix("_packed"), files.files.dtype(name)
     scale = files.part(f"{weight}_scale")
     if dtype == torch.uint8:
@@ -306,7 +306,7 @@ def _packed_codes(files: PackedFiles, name: str) -> dict[str, PackedTensor] | No
 
 
 def _bits_and_rows(files: PackedFiles, name: str) -> tuple[int, int]:
-    """Bits of the integers in a matrix of words, and its rows.
+    """Return the bits of the integers in a matrix of words, and its rows.
 
     Raises:
         CheckpointError: neither 4 nor 8, or the last words are filled up.
@@ -325,7 +325,7 @@ def _bits_and_rows(files: PackedFiles, name: str) -> tuple[int, int]:
 
 
 def _zero_points(files: PackedFiles, name: str, bits: int, rows: int) -> PackedTensor:
-    """Zero points, words of whose integers lie one below the other."""
+    """Return zero points, words of whose integers lie one below the other."""
 
     def decode(stored: Tensor) -> Tensor:
         words = _turned(stored)
@@ -343,7 +343,7 @@ def _zero_points(files: PackedFiles, name: str, bits: int, rows: int) -> PackedT
 
 
 def _blocks(files: PackedFiles, name: str) -> dict[str, PackedTensor] | None:
-    """MXFP4 of GPT-OSS: groups of 32 columns as 16 bytes, with an exponent each."""
+    """Find MXFP4 of GPT-OSS: groups of 32 columns as 16 bytes, with an exponent each."""
     scales = f"{name.removesuffix('_blocks')}_scales"
     if not files.has(scales):
         return None
@@ -382,10 +382,10 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def _turned_words(files: PackedFiles, name: str) -> dict[str, PackedTensor]:
-    """Those of AWQ and GPTQ, of 4 bits and from 0 on. Rows are inputs, groups of them have a scale
-    and a zero point for each output. Words hold neighbouring outputs in AWQ and in all zero points,
-    inputs in GPTQ, whose first version takes 1 from each zero point of a word, and where that is 0
-    borrows from the next one."""
+    """Find the parts of AWQ and GPTQ, of 4 bits and from 0 on. Rows are inputs, groups of them have
+    a scale and a zero point for each output. Words hold neighbouring outputs in AWQ and in all zero
+    points, inputs in GPTQ, whose first version takes 1 from each zero point of a word, and where
+    that is 0 borrows from the next one."""
     layer, quantization = name.removesuffix(".qweight"), files.quantization(name)
     if layer.endswith(".gate_proj") and ".experts." in layer and files.has(f"{layer}.bias"):
         raise CheckpointError(
@@ -463,12 +463,12 @@ def _turned(tensor: Tensor) -> Tensor:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """A copy whose last stride is 1: a single row or column of others counts as contiguous."""
+    """Copy a tensor so that its last stride is 1: a row or column alone counts as contiguous."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def in_bytes(nibbles: Tensor) -> Tensor:
-    """Codes of 4 bits, two a byte, the first one below."""
+    """Pack codes of 4 bits, two a byte, the first one below."""
     return nibbles[..., 0::2] | nibbles[..., 1::2] << 4
 
 
@@ -477,7 +477,7 @@ def _bytes_of_words(words: Tensor) -> Tensor:
 
 
 def in_words(codes: Tensor) -> Tensor:
-    """Codes of integers of 4 or 8 bits, four bytes a word, as compressed-tensors stores them."""
+    """Pack codes of integers of 4 or 8 bits, four bytes a word, as compressed-tensors does."""
     return (_words_of_int8 if codes.dtype == torch.int8 else _words_of_bytes)(codes)
 
 

@@ -73,7 +73,7 @@ class PackedSource:
                 self.kept |= {each: read(each).clone() for each in names}
 
     def read(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
-        """A part `weight:part` with a row for each row of the weight, or one of `unpacked`."""
+        """Read a part `weight:part` with a row for each row of the weight, or one of `unpacked`."""
         if (stored := self.unpacked.get(name)) is not None:
             group = math.gcd(stored.group, stored.shape[-1])
             parts = {
@@ -86,7 +86,7 @@ class PackedSource:
         return stored.by_row(part, read(stored.parts[part].name), self.groups[weight])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of what `read` returns."""
+        """Return the shape of what `read` returns."""
         if name in self.unpacked:
             return self.unpacked[name].shape
         weight, part = name.rsplit(":", 1)
@@ -94,18 +94,18 @@ class PackedSource:
         return stored.shape_by_row(part, self.groups[weight])
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of what `read` returns."""
+        """Return the dtype of what `read` returns."""
         if name in self.unpacked:
             return self.dtype_unpacked
         weight, part = name.rsplit(":", 1)
         return self.stored[weight].dtypes[part]
 
     def part_names(self) -> set[str]:
-        """Names in the files of all parts."""
+        """Return the names in the files of all parts."""
         return {part.name for stored in self.stored.values() for part in stored.parts.values()}
 
     def parts(self) -> list[str]:
-        """Names that `read` takes."""
+        """Return the names that `read` takes."""
         parts = [f"{name}:{part}" for name, stored in self.stored.items() for part in stored.parts]
         return [*parts, *self.unpacked]
 
@@ -145,8 +145,8 @@ class PackedSource:
             yield part_map.ours[0], part
 
     def note_change(self, name: str) -> None:
-        """One of our weights, of this rank or another, is about to change: what was read with it
-        no longer belongs to it."""
+        """Forget what was read with one of our weights, of this rank or another, which is about to
+        change: it no longer belongs to the weight."""
         if (tensor_map := self.weight_maps.get(name)) is not None:
             for their_name in tensor_map.theirs:
                 stored = self.stored.get(their_name) or self.unpacked.get(their_name)
@@ -263,7 +263,7 @@ def own_source(
     shape: Callable[[str], tuple[int, ...]],
     dtype: Callable[[str], torch.dtype],
 ) -> tuple[PackedSource, list[TensorMap]]:
-    """The packed weights of a checkpoint of ours, and their maps.
+    """Find the packed weights of a checkpoint of ours, and their maps.
 
     Args:
         names: canonical ones of all its tensors.
@@ -302,7 +302,7 @@ class _Rows:
 
     @classmethod
     def of(cls, tensor_map: TensorMap, source: PackedSource) -> _Rows:
-        """Found by the layout of a mask.
+        """Find which rows are packed by the layout of a mask.
 
         Raises:
             CheckpointError: the layout is more than an order of rows.
@@ -331,7 +331,7 @@ class _Rows:
         return cls(tensor_map, source, num_packed, ours.shape[-2] - num_packed, first)
 
     def layout(self, packed: bool) -> Layout:
-        """The layout of the packed rows alone, or of the others."""
+        """Return the layout of the packed rows alone, or of the others."""
         theirs, stored = self.tensor_map.theirs, self.source.stored
         chosen = [i for i, name in enumerate(theirs) if (name in stored) == packed]
         if not self.num_rest:

@@ -39,10 +39,10 @@ def load_pretrained(
     Args:
         folder: a checkpoint of ours, a model folder of Hugging Face (one of the architectures in
             docs/reference/models.md), or "demo" for the small model in the package.
-        device: of the weights, such as "cuda"; None: torch's default device.
-        dtype: of the weights, or its name, such as "bfloat16"; None: as saved. In half precision,
-            the operands of fp32 computations stay in fp32, unrounded: routers, their biases, and
-            the `A_log`, `D` and `dt_bias` of recurrent layers.
+        device: of the weights, such as "cuda"; None means torch's default device.
+        dtype: of the weights, or its name, such as "bfloat16"; None means as saved. In half
+            precision, the operands of fp32 computations stay in fp32, unrounded: routers, their
+            biases, and the `A_log`, `D` and `dt_bias` of recurrent layers.
         mtp: also load the MTP head, if the folder has one: to draft with it
             (`speculation="mtp"`), to train it, or to write the whole model back.
         overrides: HybridConfig fields to replace, such as tensor_model_parallel_size.
@@ -77,7 +77,7 @@ def load_pretrained(
 
 
 def model_folder(name: str | os.PathLike[str]) -> Path:
-    """Path of a model folder; "demo": the one in the package."""
+    """Return the path of a model folder; "demo" is the one in the package."""
     return DEMO_FOLDER if str(name) == DEMO else Path(name)
 
 
@@ -104,7 +104,7 @@ def checked_folder(name: str | os.PathLike[str]) -> Path:
 
 
 def hub_advice(name: str | os.PathLike[str]) -> str:
-    """Remedy for a missing folder whose name looks like a model of a hub; "" for other names."""
+    """Advise on a missing folder whose name looks like a model of a hub; "" for other names."""
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name)):
         return ""
     return (
@@ -114,7 +114,7 @@ def hub_advice(name: str | os.PathLike[str]) -> str:
 
 
 def checked_device(device: str | torch.device | None) -> torch.device:
-    """A device, None: torch's default one. Raises ValueError if it cannot be used."""
+    """Return a device, torch's default one for None. Raise ValueError if it cannot be used."""
     if device is None:
         device = torch.get_default_device()
     if not re.fullmatch(r"(cpu|cuda)(:\d{1,2})?", str(device)):

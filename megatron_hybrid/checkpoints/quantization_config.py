@@ -35,7 +35,7 @@ class Quantization:
     block_sizes: tuple[tuple[int, int], ...]
     """Rows and columns that may share a scale."""
     group_size: int
-    """Columns that share a scale by AWQ and GPTQ; 0: all."""
+    """Columns that share a scale by AWQ and GPTQ; 0 means all."""
     zeros_less_one: bool
     """Whether zero points are stored less 1."""
     endings: tuple[tuple[tuple[str, ...], str], ...] = ()
@@ -91,7 +91,7 @@ class Quantization:
         )
 
     def announced(self, layer: str) -> set[str]:
-        """Names of tensors that a packed layer must have in addition to its codes and scales."""
+        """Name the tensors that a packed layer must have in addition to its codes and scales."""
 
         def is_named(target: str) -> bool:
             return bool(re.match(target[3:], layer)) if target[:3] == "re:" else target == layer
@@ -119,13 +119,13 @@ _BITS = Literal[4] | Annotated[int, Range(ge=16)]
 
 
 def _fields(names: str, rule: Any = _UNUSED) -> dict[str, Any]:
-    """The same rule for several fields."""
+    """Give several fields the same rule."""
     return dict.fromkeys(names.split(), rule)
 
 
 def _read(config: Mapping[str, Any], rules: _Rules, path: str = "") -> dict[str, Any]:
-    """The fields that something here uses, of those that say anything. Raises ValueError for the
-    first value that is not read, by its name."""
+    """Return the fields that something here uses, of those that say anything. Raise ValueError for
+    the first value that is not read, by its name."""
     found = {}
     for name, value in config.items():
         if _is_empty(value):

@@ -19,13 +19,13 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 def quantized(
     weight: Tensor, dtypes: Mapping[str, torch.dtype], block: tuple[int, int]
 ) -> dict[str, Tensor]:
-    """The parts of a weight as a folder would hold them, but not yet in its words
+    """Return the parts of a weight as a folder would hold them, but not yet in its words
     (`PackedTensor.encode`): scales of blocks, codes of each number.
 
     Args:
         weight: `[.., out, in]`, floating point.
         dtypes: of the parts. Zero points are 0.
-        block: rows and columns that share a scale; 0: all of them.
+        block: rows and columns that share a scale; 0 means all of them.
     """
     weight = weight.float()
     rows, columns = (size or whole for size, whole in zip(block, weight.shape[-2:]))
@@ -59,7 +59,7 @@ def fp4_divisor(weight: Tensor) -> Tensor:
 
 
 def _blocks(weight: Tensor, rows: int, columns: int) -> Tensor:
-    """[.., out, in] -> [.., blocks, rows, blocks, columns], filled up with zeros."""
+    """Cut [.., out, in] -> [.., blocks, rows, blocks, columns], filled up with zeros."""
     padded = F.pad(weight, (0, -weight.shape[-1] % columns, 0, -weight.shape[-2] % rows))
     return padded.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
 

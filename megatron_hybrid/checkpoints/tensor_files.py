@@ -84,15 +84,15 @@ class TensorFiles:
         self._where = {name: path for path in paths for name in names[path]}
 
     def names(self) -> list[str]:
-        """Names of all tensors, sorted."""
+        """Return the names of all tensors, sorted."""
         return sorted(self._where)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor. Raises CheckpointError if there is none of this name."""
+        """Return the shape of a tensor. Raise CheckpointError if there is none of this name."""
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor. Raises CheckpointError if it is unknown, or the tensor missing."""
+        """Return the dtype of a tensor. Raise CheckpointError if it, or the tensor, is unknown."""
         stored = self._slice(name).get_dtype()
         if stored not in _DTYPES:
             raise CheckpointError(
@@ -126,7 +126,7 @@ def check_numbers(
 
     tensor: without values (meta) it has none.
     source: the name of its folder, or what it came with.
-    dtype: what it will be rounded to; None: its own.
+    dtype: what it will be rounded to; its own by default.
     """
     codes = _NAN_CODES.get(tensor.dtype)
     has_numbers = codes or tensor.is_floating_point()
@@ -239,7 +239,7 @@ def _nothing_found(folder: Path) -> str:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Tensor name -> file name."""
+    """Map tensor names to file names."""
     weight_map = read_json(index, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map, which says where each tensor lies.")

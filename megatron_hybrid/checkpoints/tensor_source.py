@@ -33,7 +33,7 @@ class TensorSource:
     """Dtypes of values that are rounded to the model's."""
 
     def num_bytes(self, name: str) -> int:
-        """Number of bytes of a tensor in the maps."""
+        """Count the bytes of a tensor in the maps."""
         given = self.given[name]
         return math.prod(self.shape(given)) * self.dtype(given).itemsize
 
@@ -79,7 +79,7 @@ def check_names(maps: Iterable[TensorMap], given: Collection[str], source: str) 
 def checked_maps(
     model: HybridModel, maps: Iterable[TensorMap], source: TensorSource
 ) -> list[TensorMap]:
-    """The maps of tensors that this rank has pieces of, after checking all of them."""
+    """Return the maps of tensors that this rank has pieces of, after checking all of them."""
     own = own_tensors(model)
     maps = [tensor_map for tensor_map in maps if own.keys() & set(tensor_map.ours)]
     for tensor_map in maps:
@@ -88,7 +88,7 @@ def checked_maps(
 
 
 def dtypes_in_model(model: HybridModel, maps: Iterable[TensorMap]) -> dict[str, torch.dtype]:
-    """Dtypes that tensors in the maps have in the model, by their names in the maps."""
+    """Return the dtypes that tensors in the maps have in the model, by their names in the maps."""
     own = own_tensors(model)
     return {
         name: own[ours].dtype

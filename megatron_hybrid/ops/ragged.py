@@ -20,9 +20,8 @@ otherwise than those for several."""
 
 
 def row_alignment(device: torch.device, splits_rows: bool = False) -> int:
-    """Return what rows of batches on a device are padded to a multiple of. A CPU's products
-    (`ops.linear`) take any number, two as they are. splits_rows: whether ranks have equal
-    shares."""
+    """Return what rows of batches on a device are padded to a multiple of. A CPU's products take
+    any number of rows (`ops.linear`), two as they are. splits_rows: ranks share them equally."""
     return 2 if device.type == "cpu" and not splits_rows else ROW_ALIGNMENT
 
 

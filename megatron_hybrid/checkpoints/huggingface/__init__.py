@@ -11,7 +11,7 @@ from megatron_hybrid.utils.registry import Registry, check_class
 
 
 def _own() -> dict[str, type[Adapter]]:
-    """The adapters in the files of this folder, by the `model_type`s that they read."""
+    """Collect the adapters in the files of this folder, by the `model_type`s that they read."""
     modules = [import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
     things = dict.fromkeys(
         thing

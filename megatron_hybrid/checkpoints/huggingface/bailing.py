@@ -17,7 +17,7 @@ _attention = partial(
 
 
 def _lightning(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    """Lightning attention, whose queries, keys and values are one projection."""
+    """Map lightning attention, whose queries, keys and values are one projection."""
     width = config.linear_num_key_heads * config.linear_key_head_dim
     projections = (f"{theirs}.g_proj.weight", f"{theirs}.query_key_value.weight")
     yield TensorMap((f"{ours}.in_proj.weight",), projections, joined((width, 3 * width)))
@@ -26,7 +26,7 @@ def _lightning(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorM
 
 
 def _lightning_fields(hf: Mapping[str, Any], mixers: str) -> dict[str, Any]:
-    """Fields of lightning attention. mixers: a symbol for each of their layers."""
+    """Read lightning attention. mixers: a symbol for each of their layers."""
     fields.only(hf, linear_silu=False, use_qk_norm=True, use_qkv_bias=False, use_bias=False)
     fields.only(hf, rope_scaling=None)
     heads, last = fields.required(hf, "num_attention_heads"), max(len(mixers) - 1, 1)
@@ -92,7 +92,7 @@ class BailingHybrid(deepseek_v3.DeepseekV3):
         }
 
     def _as_deepseek(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """A config.json with DeepSeek-V3's keys."""
+        """Return a config.json with DeepSeek-V3's keys."""
         width = (None, hf.get("moe_intermediate_size"))
         fields.only(hf, moe_shared_expert_intermediate_size=width)
         return fields.renamed({"num_shared_experts": 1, **hf}, fields.AS_DEEPSEEK)

@@ -37,7 +37,7 @@ prompt of PaliGemma is attended both ways."""
 
 
 def language_part(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What a composite config.json says of its language model."""
+    """Return what a composite config.json says of its language model."""
     found = (hf.get(key) for key in ("text_config", "llm_config", "language_config"))
     return next((part for part in found if isinstance(part, Mapping)), None)
 
@@ -80,7 +80,7 @@ class Adapter(ABC):
     computed anew; they are neither read nor written."""
 
     def text_config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """The config.json of the language model: `hf` itself, or what a composite one says of it.
+        """Return the config.json of the language model: `hf`, or what a composite one says of it.
 
         Raises:
             ValueError: a composite one says nothing of it, or it is another model.
@@ -141,7 +141,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of HybridConfig for a config.json (`text_config`). `params_dtype` and
+        """Convert a config.json (`text_config`) to fields of HybridConfig. `params_dtype` and
         `huggingface_config` are filled in by the caller.
 
         Raises:
@@ -149,35 +149,35 @@ class Adapter(ABC):
         """
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """Every tensor of the model, once; `config.huggingface_config` is the config.json."""
+        """Map every tensor of the model, once; `config.huggingface_config` is the config.json."""
         yield from self.names.tensors(config)
 
     def prediction_layers(self, hf: Mapping[str, Any], names: Collection[str] | None) -> str:
-        """The layers of an MTP head; "": there is none, or none that is read.
+        """Return the layers of an MTP head; "" if there is none, or none that is read.
 
         Args:
             hf: config.json (`text_config`).
-            names: of the tensors of its folder (`text_name`); None: as config.json announces.
+            names: of the tensors of its folder (`text_name`); None means as announced there.
         """
         return ""
 
     def copies(self, config: HybridConfig) -> dict[str, str]:
-        """Tensors of a folder that are copies of others, with the names of these."""
+        """Find the tensors of a folder that are copies of others, with the names of these."""
         return {}
 
     def as_found(self, tensor_map: TensorMap, config: HybridConfig, shapes: Shapes) -> TensorMap:
-        """One of `tensors`, or of its `spellings`, for reading a folder that holds tensors of these
-        shapes; `tensors` is what gets written."""
+        """Choose one of `tensors`, or of its `spellings`, for reading a folder that holds tensors
+        of these shapes; `tensors` is what gets written."""
         forms = (tensor_map, *self.spellings(tensor_map, config))
         return next((form for form in forms if form.theirs[0] in shapes), tensor_map)
 
     def spellings(self, tensor_map: TensorMap, config: HybridConfig) -> Iterator[TensorMap]:
-        """Other names and layouts that folders have for one of `tensors`. Architectures whose
-        folders differ in more than `one_by_one` override it."""
+        """Return other names and layouts that folders have for one of `tensors`. Architectures
+        whose folders differ in more than `one_by_one` override it."""
         if (separate := self.one_by_one(tensor_map, config)) is not tensor_map:
             yield separate
 
     def one_by_one(self, tensor_map: TensorMap, config: HybridConfig) -> TensorMap:
-        """One of `tensors` as quantized folders have it: experts that lie in one tensor have names
-        of their own there. Others, and where no such folders are known, as it is."""
+        """Map one of `tensors` as quantized folders have it: experts that lie in one tensor have
+        names of their own there. Others, and where no such folders are known, stay as they are."""
         return experts_one_by_one(tensor_map, config) if self.stacks_experts else tensor_map

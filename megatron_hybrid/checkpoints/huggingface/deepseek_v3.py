@@ -48,15 +48,15 @@ class DeepseekV3(Adapter):
         return {**found, **self._experts(hf, mlps)}
 
     def _mixers(self, hf: Mapping[str, Any]) -> str:
-        """A symbol for each of their layers."""
+        """Return a symbol for each of their layers."""
         return self.mixer * fields.required(hf, "num_hidden_layers")
 
     def _mlps(self, hf: Mapping[str, Any]) -> str:
-        """- or E for each of their layers."""
+        """Choose - or E for each of their layers."""
         return fields.dense_mlps_first(hf, 3)
 
     def _experts(self, hf: Mapping[str, Any], mlps: str) -> dict[str, Any]:
-        """Fields of the experts, if there are any. mlps: - or E for each of their layers."""
+        """Read the experts, if there are any. mlps: - or E for each of their layers."""
         if "E" not in mlps:
             return {}
         sizes = {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048}
@@ -116,7 +116,7 @@ MIXERS = {"linear_attention": "K", "full_attention": "+"}
 def delta_attention_tensors(
     config: HybridConfig, ours: str, theirs: str, output: str = "o_proj"
 ) -> Iterator[TensorMap]:
-    """Kimi Delta Attention (arguments: see `tensors.attention`)."""
+    """Map Kimi Delta Attention (arguments: see `tensors.attention`)."""
     heads, low_rank = config.linear_num_key_heads, config.kda_low_rank_gates
     sizes = (heads * config.linear_key_head_dim,) * 3
     shape = (1, 1, heads, 1) if low_rank else (heads,)
@@ -178,7 +178,7 @@ class KimiLinear(DeepseekV3):
 
 
 def _kimi_types(hf: Mapping[str, Any]) -> list[str | None]:
-    """ "linear_attention" or "full_attention" for each layer; None for one that has no entry."""
+    """Return "linear_attention" or "full_attention" for each layer, None where it has no entry."""
     numbers, types = range(1, fields.required(hf, "num_hidden_layers") + 1), hf.get("layer_types")
     linear = hf.get("linear_attn_config") or {}
     if types is None and {"full_attn_layers", "kda_layers"} <= linear.keys():
@@ -191,8 +191,8 @@ def _kimi_types(hf: Mapping[str, Any]) -> list[str | None]:
 
 
 def _complete_yarn(scaling: dict[str, Any]) -> None:
-    """The factor of cos and sin where a file says one of `mscale` and `mscale_all_dim`: the other
-    one is 1 or 0 in the published code. transformers passes over one without the other."""
+    """Set the factor of cos and sin where a file says one of `mscale` and `mscale_all_dim`: the
+    other one is 1 or 0 in the published code. transformers passes over one without the other."""
     whole = {"mscale": 1.0, "mscale_all_dim": 0.0}
     given = {name: scaling[name] for name in whole if scaling.get(name) is not None}
     if len(given) == 1 and scaling.get("attention_factor") is None:
@@ -203,7 +203,7 @@ def _complete_yarn(scaling: dict[str, Any]) -> None:
 
 
 def _softmax_scale(hybrid: Mapping[str, Any]) -> float | None:
-    """The factor of q . k where YaRN has one for all dimensions (arXiv 2309.00071, section 3.4)."""
+    """Return the factor of q . k of a YaRN with one for all dimensions (arXiv 2309.00071, 3.4)."""
     scaling = hybrid.get("rotary_scaling", {})
     if not scaling.get("mscale_all_dim"):
         return None

@@ -36,27 +36,27 @@ _GENERAL_KEYS: dict[str, Any] = {
 
 
 def check_general_keys(hf: Mapping[str, Any]) -> None:
-    """Raises ValueError where one of them has a value of another type."""
+    """Raise ValueError where one of them has a value of another type."""
     for key, kind in _GENERAL_KEYS.items():
         if hf.get(key) is not None:
             check_field(f"config.json: {key}", hf[key], kind)
 
 
 def renamed(hf: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
-    """A config.json with other keys, too. keys: those that it may have -> those to add."""
+    """Return a config.json with other keys, too. keys: those that it may have -> those to add."""
     return {**hf, **{new: hf[old] for old, new in keys.items() if old in hf}}
 
 
 def required(hf: Mapping[str, Any], key: str) -> Any:
-    """hf[key]; ValueError where it is missing."""
+    """Return hf[key]; raise ValueError where it is missing."""
     if hf.get(key) is None:
         raise ValueError(f"config.json lacks {key!r}")
     return hf[key]
 
 
 def of_each_layer(hf: Mapping[str, Any], key: str, default: Any = None) -> list[Any]:
-    """A value for each of their layers: those of a list, which may go on with MTP layers, or one
-    for all; `default`: where it is left out."""
+    """Return a value for each of their layers: those of a list, which may go on with MTP layers, or
+    one for all. `default` is for a key that is left out."""
     number, given = required(hf, "num_hidden_layers"), _first(hf.get(key), default)
     values = given if isinstance(given, list) else [given] * number
     if len(values) < number:
@@ -79,7 +79,7 @@ def only(hf: Mapping[str, Any], **accepted: Any) -> None:
 
 
 def activation(hf: Mapping[str, Any], key: str = "hidden_act", default: str = "silu") -> Any:
-    """The activation function that a config names."""
+    """Return the activation function that a config names."""
     name = hf.get(key, default)
     if name not in _ACTIVATION_NAMES:
         raise ValueError(
@@ -89,7 +89,7 @@ def activation(hf: Mapping[str, Any], key: str = "hidden_act", default: str = "s
 
 
 def model(hf: Mapping[str, Any], eps_key: str = "rms_norm_eps") -> dict[str, Any]:
-    """Sizes of the whole model."""
+    """Read the sizes of the whole model."""
     only(hf, per_layer_config=(None, {}))
     return {
         "vocab_size": required(hf, "vocab_size"),
@@ -101,7 +101,7 @@ def model(hf: Mapping[str, Any], eps_key: str = "rms_norm_eps") -> dict[str, Any
 
 
 def attention(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Heads of grouped-query attention."""
+    """Read the heads of grouped-query attention."""
     heads = required(hf, "num_attention_heads")
     return {
         "num_attention_heads": heads,
@@ -113,8 +113,8 @@ def attention(hf: Mapping[str, Any]) -> dict[str, Any]:
 def rotary(
     hf: Mapping[str, Any], default_base: float = 10000.0, *, partial: bool = False
 ) -> dict[str, Any]:
-    """RoPE, as transformers 5 writes it (`rope_parameters`) or as earlier files do (`rope_theta`,
-    `rope_scaling`, `partial_rotary_factor`). Where there is both, as in a file to which somebody
+    """Read RoPE, as transformers 5 writes it (`rope_parameters`) or as earlier files do
+    (`rope_theta`, `rope_scaling`, `partial_rotary_factor`). In a file with both, to which somebody
     added a scaling, `rope_scaling` takes the place of `rope_parameters`, as in transformers.
 
     Args:
@@ -150,8 +150,8 @@ def rotary(
 def rotary_of_type(
     hf: Mapping[str, Any], kind: str, base: tuple[str, float], **left_out: Any
 ) -> dict[str, Any]:
-    """RoPE of a layer type, by its `rope_parameters`. In files of before transformers 5 base[0] is
-    the key of its base, base[1] where left out, and `rope_scaling` is of full attention alone."""
+    """Read a layer type's RoPE, by its `rope_parameters`. In files of before transformers 5 base[0]
+    is the key of its base, base[1] where left out; `rope_scaling` is of full attention alone."""
     rope = {"rope_theta": _first(hf.get(base[0]), base[1]), **left_out}
     rope |= (hf.get("rope_parameters") or {}).get(kind) or {}
     if kind == "full_attention":
@@ -162,7 +162,7 @@ def rotary_of_type(
 def rotary_by_symbol(
     hf: Mapping[str, Any], mixers: str, bases: Mapping[str, tuple[str, float]], **left_out: Any
 ) -> dict[str, dict[str, Any]]:
-    """`rotary_of_type` of each of `WINDOW_SYMBOLS` that is among `mixers`. bases: by type."""
+    """Read `rotary_of_type` for each of `WINDOW_SYMBOLS` that is among `mixers`. bases: by type."""
     return {
         symbol: rotary_of_type(hf, kind, bases[kind], **left_out)
         for kind, symbol in WINDOW_SYMBOLS.items()
@@ -171,12 +171,12 @@ def rotary_by_symbol(
 
 
 def biases(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """`attention_bias` and `mlp_bias`, for `transformer`."""
+    """Read `attention_bias` and `mlp_bias`, for `transformer`."""
     return {key: hf.get(key) for key in ("attention_bias", "mlp_bias")}
 
 
 def _first(*values: Any) -> Any:
-    """The first value that is given; None: there is none."""
+    """Return the first value that is given; None if none is."""
     return next((value for value in values if value is not None), None)
 
 
@@ -194,10 +194,10 @@ def transformer(
     attention_bias: Any = False,
     mlp_bias: Any = False,
 ) -> dict[str, Any]:
-    """Fields of a Transformer: attention, then an MLP or experts, in each of their layers.
+    """Read a Transformer: attention, then an MLP or experts, in each of their layers.
 
     Args:
-        mixers, mlps: a symbol for each of their layers; None: full attention, and an MLP.
+        mixers, mlps: a symbol for each of their layers; None means full attention, and an MLP.
         base, partial: see `rotary`.
         attention_bias, mlp_bias: whether all projections of an attention layer, or of an MLP, have
             biases.
@@ -222,20 +222,20 @@ def transformer(
 
 
 def windows_everywhere(hf: Mapping[str, Any]) -> str:
-    """W for each of their layers if there is a `sliding_window`, else *."""
+    """Return W for each of their layers if there is a `sliding_window`, else *."""
     symbol = "*" if hf.get("sliding_window") is None else "W"
     return symbol * required(hf, "num_hidden_layers")
 
 
 def sparse_mlps(hf: Mapping[str, Any]) -> str:
-    """E or - for each of their layers, by `decoder_sparse_step` and `mlp_only_layers`."""
+    """Return E or - for each of their layers, by `decoder_sparse_step` and `mlp_only_layers`."""
     step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or ()
     numbers = range(required(hf, "num_hidden_layers"))
     return "".join("E" if i not in dense and (i + 1) % step == 0 else "-" for i in numbers)
 
 
 def dense_mlps_first(hf: Mapping[str, Any], dense: int) -> str:
-    """- or E for each of their layers, by `mlp_layer_types` or `first_k_dense_replace`.
+    """Return - or E for each layer of theirs, by `mlp_layer_types` or `first_k_dense_replace`.
 
     Args:
         dense: the latter where it is left out.
@@ -248,7 +248,7 @@ def dense_mlps_first(hf: Mapping[str, Any], dense: int) -> str:
 
 
 def enumerated_mlps(hf: Mapping[str, Any]) -> str:
-    """- or E for each of their layers, by `mlp_layer_types` or `moe_layers_enum`."""
+    """Return - or E for each of their layers, by `mlp_layer_types` or `moe_layers_enum`."""
     number, given = required(hf, "num_hidden_layers"), hf.get("moe_layers_enum")
     if (types := hf.get("mlp_layer_types")) is not None:
         return dense_mlps_first({**hf, "mlp_layer_types": types[:number]}, 0)
@@ -258,7 +258,7 @@ def enumerated_mlps(hf: Mapping[str, Any]) -> str:
 
 
 def windows(hf: Mapping[str, Any], other: str, period: int) -> str:
-    """* or W for each of their layers: see `layer_types`."""
+    """Return * or W for each of their layers: see `layer_types`."""
     types = layer_types(hf, other, period)
     return symbols_of(types, WINDOW_SYMBOLS, hf["num_hidden_layers"])
 
@@ -282,7 +282,7 @@ OF_MAMBA = {
 
 
 def mamba1(hf: Mapping[str, Any], width: int | None = None) -> dict[str, Any]:
-    """Mamba-1 layers, as Jamba writes them. width: inner one; None: `mamba_expand` hidden sizes."""
+    """Read Mamba-1 layers, as Jamba writes them. width: inner, by default from `mamba_expand`."""
     hidden, rank = required(hf, "hidden_size"), hf.get("mamba_dt_rank", "auto")
     return {
         "mamba1_inner_size": width or int(hf.get("mamba_expand", 2) * hidden),
@@ -295,7 +295,7 @@ def mamba1(hf: Mapping[str, Any], width: int | None = None) -> dict[str, Any]:
 
 
 def mamba2(hf: Mapping[str, Any], eps: float) -> dict[str, Any]:
-    """Mamba-2 layers, as Bamba and its kin write them (`mamba_n_heads`, `mamba_d_state`, ...).
+    """Read Mamba-2 layers, as Bamba and its kin write them (`mamba_n_heads`, `mamba_d_state`, ...).
 
     Args:
         eps: epsilon of the norm in the mixer.
@@ -324,7 +324,7 @@ def mamba2(hf: Mapping[str, Any], eps: float) -> dict[str, Any]:
 
 
 def time_steps(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """`time_step_limit`, the lower and the upper limit of dt; null: there are none.
+    """Read `time_step_limit`, the lower and the upper limit of dt; null means that there are none.
 
     `time_step_min`, `time_step_max` and `time_step_floor` are of the initial weights: nothing is
     clamped by them, though transformers does so in some models.
@@ -362,8 +362,8 @@ WINDOW_SYMBOLS = {"sliding_attention": "W", "full_attention": "*"}
 
 
 def layer_types(hf: Mapping[str, Any], other: str, period: int) -> list[str]:
-    """`layer_types`; where that is left out, full attention in each `period`-th layer, and `other`
-    in the rest."""
+    """Return `layer_types`; where that is left out, full attention in each `period`-th layer, and
+    `other` in the rest."""
     numbers = range(1, required(hf, "num_hidden_layers") + 1)
     return hf.get("layer_types") or [other if i % period else "full_attention" for i in numbers]
 
@@ -371,7 +371,7 @@ def layer_types(hf: Mapping[str, Any], other: str, period: int) -> list[str]:
 def symbols_of(
     layer_types: Sequence[str | None], symbols: Mapping[str, str], num_layers: int
 ) -> str:
-    """Layer symbols of transformers' layer types.
+    """Return the layer symbols of transformers' layer types.
 
     Raises:
         ValueError: one is not in the table, or they are more or less than the layers.
@@ -390,7 +390,7 @@ def symbols_of(
 
 
 def linear_heads(heads: int, head_dim: int) -> dict[str, Any]:
-    """Heads of linear attention, whose keys and values are as wide."""
+    """Read the heads of linear attention, whose keys and values are as wide."""
     return {
         "linear_num_key_heads": heads,
         "linear_key_head_dim": head_dim,
@@ -399,8 +399,8 @@ def linear_heads(heads: int, head_dim: int) -> dict[str, Any]:
 
 
 def latent_attention(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Heads and ranks of multi-head latent attention, as DeepSeek-V3 writes them; ValueError for
-    key/value heads apart from the query heads, which it does not have."""
+    """Read heads and ranks of multi-head latent attention, as DeepSeek-V3 writes them; ValueError
+    for key/value heads apart from the query heads, which it does not have."""
     only(hf, attention_bias=False)
     heads = required(hf, "num_attention_heads")
     only(hf, num_key_value_heads=(heads, None))
@@ -418,8 +418,8 @@ def latent_attention(hf: Mapping[str, Any]) -> dict[str, Any]:
 def experts(
     hf: Mapping[str, Any], number: int | None, topk: int, width_key: str = "intermediate_size"
 ) -> dict[str, Any]:
-    """Experts, as Mixtral writes them. number, topk: of all, and of a token, where it is not said;
-    None: it must be. width_key: of their inner width."""
+    """Read experts, as Mixtral writes them. number, topk: of all (it must be said if None), and of
+    a token, where these are not said. width_key: of their inner width."""
     keys = ("num_local_experts", "num_experts", "n_routed_experts")
     number = _first(*map(hf.get, keys), number)
     return {
@@ -430,8 +430,8 @@ def experts(
 
 
 def check_sigmoid_topk(topk: int) -> None:
-    """Raises ValueError for one expert per token where sigmoid scores are divided by their sum:
-    core leaves the score of a single one as it is."""
+    """Raise ValueError for one expert per token where sigmoid scores are divided by their sum: core
+    leaves the score of a single one as it is."""
     if topk == 1:
         raise ValueError(
             "config.json has one expert per token, whose normalized score is always 1; "
@@ -450,8 +450,8 @@ AS_DEEPSEEK = {
 
 
 def grouped_experts(hf: Mapping[str, Any], **left_out: Any) -> dict[str, Any]:
-    """Experts as in DeepSeek-V3, in its keys: sigmoid scores, a bias that selects, the best groups
-    first, a shared expert.
+    """Read experts as in DeepSeek-V3, in its keys: sigmoid scores, a bias that selects, the best
+    groups first, a shared expert.
 
     Args:
         left_out: what keys that are left out, or null, mean.

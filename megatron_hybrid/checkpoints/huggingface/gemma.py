@@ -77,7 +77,7 @@ _ROPE = {
 
 
 def _experts_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    """An MLP and experts, each with norms of its own, and a router."""
+    """Map an MLP and experts, each with norms of its own, and a router."""
     for own, name in (
         ("pre_dense_layernorm.weight", "pre_feedforward_layernorm.weight"),
         ("post_dense_layernorm.weight", "post_feedforward_layernorm_1.weight"),
@@ -132,7 +132,7 @@ class Gemma3(Adapter):
 
 
 def _transformer(hf: Mapping[str, Any], mixers: str) -> dict[str, Any]:
-    """`fields.transformer`, with what all of them have. hf: complete."""
+    """Read `fields.transformer`, with what all of them have. hf: complete."""
     return {
         **fields.transformer({**hf, "hidden_act": hf["hidden_activation"]}, mixers),
         "embedding_multiplier": hf["hidden_size"] ** 0.5,
@@ -194,7 +194,7 @@ class Gemma4(Adapter):
         }
 
     def layer_types(self, hf: Mapping[str, Any]) -> list[str]:
-        """Transformers makes the last one full attention, whatever is given."""
+        """Return the types; transformers makes the last one full attention, whatever is given."""
         kinds = fields.layer_types(hf, "sliding_attention", hf["sliding_window_pattern"])
         return [*kinds[:-1], "full_attention"]
 
@@ -279,7 +279,7 @@ _ALTUP = (
 
 
 def _layer(hf: Mapping[str, Any]) -> str:
-    """Our layers after the attention of one of theirs."""
+    """Return our layers after the attention of one of theirs."""
     mlp = "B" if hf.get("enable_moe_block") else "-"
     return mlp + ("P" if hf["hidden_size_per_layer_input"] else "")
 
@@ -287,7 +287,7 @@ def _layer(hf: Mapping[str, Any]) -> str:
 def _single_layers(
     hf: Mapping[str, Any], kinds: list[str], following: int
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number and fields of the layers of ours that are unlike others of their symbol.
+    """Yield number and fields of the layers of ours that are unlike others of their symbol.
 
     Args:
         kinds: layer types.

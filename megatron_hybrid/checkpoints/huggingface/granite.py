@@ -11,7 +11,7 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 
 def _multipliers(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The factors of embeddings, residuals, scores and logits."""
+    """Read the factors of embeddings, residuals, scores and logits."""
     return {
         "embedding_multiplier": hf.get("embedding_multiplier", 1.0),
         "logits_multiplier": 1.0 / hf.get("logits_scaling", 1.0),

@@ -12,7 +12,7 @@ _moe = partial(tensors.moe, router="gate.wg", shared="shared_mlp")
 
 
 def _alike(hf: Mapping[str, Any], key: str, default: int) -> int:
-    """A number, which a file may say again for each layer."""
+    """Return a number, which a file may say again for each layer."""
     given = hf.get(key, default)
     numbers = set(given if isinstance(given, list) else [given])
     if len(numbers) != 1:

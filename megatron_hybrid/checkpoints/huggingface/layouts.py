@@ -45,12 +45,12 @@ class TensorMap:
 
 
 def same(ours: str, theirs: str, layout: Layout = SAME) -> TensorMap:
-    """One tensor of ours, one of theirs."""
+    """Map one tensor of ours to one of theirs."""
     return TensorMap((ours,), (theirs,), layout)
 
 
 def joined(sizes: Sequence[int], dim: int = 0) -> Layout:
-    """Our one tensor is theirs, of these sizes along `dim`, one after another."""
+    """Lay out our one tensor as theirs, of these sizes along `dim`, one after another."""
     sizes = list(sizes)
     return Layout(
         lambda theirs: [torch.cat(list(theirs), dim)], lambda ours: list(ours[0].split(sizes, dim))
@@ -58,7 +58,7 @@ def joined(sizes: Sequence[int], dim: int = 0) -> Layout:
 
 
 def stacked(num_parts: int = 1) -> Layout:
-    """Our one tensor has a leading dimension more, over E experts. Theirs are E times `num_parts`
+    """Lay out E experts along a leading dimension of our one tensor. Theirs are E times `num_parts`
     tensors, expert by expert; the parts of an expert lie one after another in its rows of ours."""
 
     def stack(theirs: Tensors) -> Tensors:
@@ -72,7 +72,7 @@ def stacked(num_parts: int = 1) -> Layout:
 
 
 def transposed() -> Layout:
-    """The last two dimensions swapped."""
+    """Swap the last two dimensions."""
 
     def swap(tensors: Tensors) -> Tensors:
         return [tensor.transpose(-2, -1).contiguous() for tensor in tensors]
@@ -81,7 +81,7 @@ def transposed() -> Layout:
 
 
 def alternating(dim: int) -> Layout:
-    """Theirs has gate and value in turns along `dim`, ours all gates and then all values."""
+    """Lay out theirs with gate and value in turns along `dim`, ours with gates, then values."""
 
     def swap(tensor: Tensor, sizes: tuple[int, int]) -> Tensors:
         return [tensor.unflatten(dim, sizes).transpose(dim, dim + 1).flatten(dim, dim + 1)]
@@ -90,7 +90,7 @@ def alternating(dim: int) -> Layout:
 
 
 def chained(*layouts: Layout) -> Layout:
-    """One after another, from theirs to ours."""
+    """Apply layouts one after another, from theirs to ours."""
 
     def to_ours(tensors: Tensors) -> Tensors:
         for layout in layouts:
@@ -106,7 +106,7 @@ def chained(*layouts: Layout) -> Layout:
 
 
 def reshaped(ours: Sequence[int], theirs: Sequence[int]) -> Layout:
-    """One tensor, the same numbers in the same order under another shape."""
+    """Lay out one tensor's numbers in the same order, under another shape."""
     return Layout(
         lambda tensors: [tensors[0].reshape(tuple(ours))],
         lambda tensors: [tensors[0].reshape(tuple(theirs))],
@@ -114,7 +114,7 @@ def reshaped(ours: Sequence[int], theirs: Sequence[int]) -> Layout:
 
 
 def grouped(rows_per_group: Sequence[int], num_groups: int) -> Layout:
-    """Theirs are projections one by one; ours is one, group of heads by group of heads.
+    """Lay out theirs as projections one by one, ours as one, group of heads by group of heads.
 
     So `linear_qkv` lies: per key/value head its queries, its key, its value.
 
@@ -153,7 +153,7 @@ def grouped_with_gates(heads_per_group: int, head_dim: int, num_groups: int) -> 
 
 
 def ungrouped(rows_per_group: Sequence[Sequence[int]], num_groups: int) -> Layout:
-    """Theirs are projections that lie group by group of heads; ours is one, part by part.
+    """Lay out theirs as projections group by group of heads, ours as one, part by part.
 
     Args:
         rows_per_group: for each of their tensors, the rows of a group that belong to each part.

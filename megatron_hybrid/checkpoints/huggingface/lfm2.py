@@ -73,7 +73,7 @@ class Lfm2Moe(Lfm2):
 
 
 def _decoder_fields(hf: Mapping[str, Any], num_sparse: int) -> dict[str, Any]:
-    """All but experts, which the last `num_sparse` layers have, and the width that MLPs get."""
+    """Read all but experts, which the last `num_sparse` layers have, and the width of MLPs."""
     fields.only(hf, use_pos_enc=True)
     tied = hf.get("tie_embedding", hf.get("tie_word_embeddings", True))
     hf = {"norm_eps": 1e-5, "num_key_value_heads": 8, **hf, "tie_word_embeddings": tied}
@@ -89,7 +89,7 @@ def _decoder_fields(hf: Mapping[str, Any], num_sparse: int) -> dict[str, Any]:
 
 
 def _mlp_width(hf: Mapping[str, Any]) -> int:
-    """The width that transformers gives the MLP."""
+    """Compute the width that transformers gives the MLP."""
     width = hf.get("block_ff_dim") or fields.required(hf, "intermediate_size")
     if not hf.get("block_auto_adjust_ff_dim", True):
         return width

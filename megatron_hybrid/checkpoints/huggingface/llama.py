@@ -146,7 +146,7 @@ class Llama4(Adapter):
 
 
 def _llama4_layers(hf: Mapping[str, Any]) -> tuple[str, str]:
-    """Chunks where there is RoPE, and experts in every `interleave_moe_layer_step`th layer."""
+    """Choose chunks where there is RoPE; experts in each `interleave_moe_layer_step`th layer."""
     layers = fields.required(hf, "num_hidden_layers")
     interval, step = hf.get("no_rope_layer_interval", 4), hf.get("interleave_moe_layer_step", 1)
     has_rope = hf.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(layers)]

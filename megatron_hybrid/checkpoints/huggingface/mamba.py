@@ -51,7 +51,7 @@ class Mamba2(Mamba):
 
 
 def _model(hf: Mapping[str, Any], symbol: str) -> dict[str, Any]:
-    """Fields of a model of one kind of layers."""
+    """Read a model of one kind of layers."""
     fields.only(hf, hidden_act=_SILU)
     hf = {"layer_norm_epsilon": 1e-5, "initializer_range": 0.1, **hf}
     layers = fields.required(hf, "num_hidden_layers")
@@ -101,8 +101,8 @@ class Jamba(Adapter):
 
 
 def _periodic(hf: Mapping[str, Any], name: str, period: int, offset: int, symbols: str) -> str:
-    """The second symbol for layer `<name>_offset` and every `<name>_period`-th after it, the first
-    one for others."""
+    """Return the second symbol for layer `<name>_offset` and every `<name>_period`-th after it, the
+    first one for others."""
     period, offset = hf.get(f"{name}_period", period), hf.get(f"{name}_offset", offset)
     layers = range(fields.required(hf, "num_hidden_layers"))
     return "".join(symbols[i % period == offset] for i in layers)

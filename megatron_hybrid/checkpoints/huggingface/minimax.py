@@ -21,7 +21,7 @@ _FACTORS = {
 
 
 def _lightning(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    """Their queries, keys and values lie head by head."""
+    """Map lightning attention, whose queries, keys and values lie head by head."""
     dim, heads = config.linear_key_head_dim, config.linear_num_key_heads
     layout = ungrouped([[dim], [dim] * 3], heads)
     projections = (f"{theirs}.output_gate.weight", f"{theirs}.qkv_proj.weight")

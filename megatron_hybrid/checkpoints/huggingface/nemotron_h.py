@@ -104,7 +104,7 @@ class NemotronHPuzzle(NemotronH):
     def _sized(
         self, hf: Mapping[str, Any], blocks: _Blocks, sizes: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, Any]:
-        """The fields where all layers of a type have the sizes of one."""
+        """Read the fields where all layers of a type have the sizes of one."""
         values = {key: value for block in sizes.values() for key, value in block.items()}
         return super().config({**hf, **values, "hybrid_override_pattern": _symbols(blocks)})
 
@@ -129,7 +129,7 @@ _BLOCK_KEYS = {
 
 
 def _blocks(hf: Mapping[str, Any], key: str) -> _Blocks:
-    """The layers of a list, without what is null: there the model's value goes."""
+    """Return the layers of a list, without what is null: there the model's value goes."""
     blocks = []
     for i, block in enumerate(fields.required(hf, key)):
         given = dict(block) if isinstance(block, Mapping) else {}

@@ -62,7 +62,7 @@ class Exaone4(Adapter):
 
 
 def _conv_sizes(config: HybridConfig) -> tuple[int, int, int]:
-    """Channels of queries, keys and values."""
+    """Return the channels of queries, keys and values."""
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     return keys, keys, config.linear_num_value_heads * config.linear_value_head_dim
 

@@ -12,13 +12,13 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 
 def _with_window(hf: Mapping[str, Any], **left_out: Any) -> dict[str, Any]:
-    """A config.json with what it leaves out, and no window where it does not use one."""
+    """Add to a config.json what it leaves out, and no window where it does not use one."""
     hf = {"sliding_window": 4096, **left_out, **hf}
     return hf if hf.get("use_sliding_window") else {**hf, "sliding_window": None}
 
 
 def _mixers(hf: Mapping[str, Any]) -> str | None:
-    """* or W for each of their layers."""
+    """Choose * or W for each of their layers."""
     if hf.get("layer_types"):
         return fields.windows(hf, "full_attention", 1)
     if hf["sliding_window"] is None:
@@ -129,8 +129,8 @@ _SYMBOLS = {"linear_attention": "G", "full_attention": "*"}
 def _linear_tensors(
     config: HybridConfig, ours: str, theirs: str, by_key_heads: bool
 ) -> Iterator[TensorMap]:
-    """Gated DeltaNet. by_key_heads: whether their projection into it goes by key heads, and has for
-    each its query, its key, and the values and gates of its value heads."""
+    """Map Gated DeltaNet. by_key_heads: whether their projection into it goes by key heads, and has
+    for each its query, its key, and the values and gates of its value heads."""
     key_heads, heads = config.linear_num_key_heads, config.linear_num_value_heads
     key, value = config.linear_key_head_dim, heads // key_heads * config.linear_value_head_dim
     if by_key_heads:
@@ -204,7 +204,7 @@ class Qwen3Next(Adapter):
         return "*E" if tensors.has_tensor(names, "mtp.layers.0.mlp.experts.") else "*-"
 
     def _mlps(self, hf: Mapping[str, Any]) -> str:
-        """E or - for each of their layers."""
+        """Choose E or - for each of their layers."""
         if {**self.left_out, **hf}["num_experts"]:
             return fields.sparse_mlps(hf)
         return "-" * fields.required(hf, "num_hidden_layers")

@@ -24,7 +24,7 @@ def model(
     embedding: str = "model.embed_tokens.weight",
     final_norm: str = "model.norm.weight",
 ) -> Iterator[TensorMap]:
-    """Embedding, final norm and output layer."""
+    """Map embedding, final norm and output layer."""
     yield same("embedding.word_embeddings.weight", embedding)
     yield from norm(config, "decoder.final_norm", final_norm.removesuffix(".weight"))
     if not config.share_embeddings_and_output_weights:
@@ -32,7 +32,7 @@ def model(
 
 
 def norm(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    """A norm of hidden states: its weight, and its bias if it has one."""
+    """Map a norm of hidden states: its weight, and its bias if it has one."""
     yield same(f"{ours}.weight", f"{theirs}.weight")
     if config.normalization == "LayerNorm" and config.layernorm_bias:
         yield same(f"{ours}.bias", f"{theirs}.bias")
@@ -58,7 +58,7 @@ class TensorNames:
     final_norm: str = "model.norm.weight"
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """All tensors but those of an MTP head."""
+        """Map all tensors but those of an MTP head."""
         yield from model(config, self.embedding, self.final_norm)
         for i, symbol in enumerate(config.pattern.symbols):
             own = config.for_layer(i + 1)
@@ -71,7 +71,7 @@ class TensorNames:
         layers: str = "mtp.layers",
         first: int = 0,
     ) -> Iterator[TensorMap]:
-        """The MTP head, if the config has one.
+        """Map the MTP head, if the config has one.
 
         Args:
             around: what they call the norms of the embedding and of the hidden state, the
@@ -105,13 +105,13 @@ class TensorNames:
 
 
 def weights(ours: str, theirs: str, names: Mapping[str, str]) -> Iterator[TensorMap]:
-    """The weights of modules, by their names here and there."""
+    """Map the weights of modules, by their names here and there."""
     for own, name in names.items():
         yield same(f"{ours}.{own}.weight", f"{theirs}.{name}.weight")
 
 
 def modules(**names: str) -> Callable[[HybridConfig, str, str], Iterator[TensorMap]]:
-    """`Parts` of modules that have a weight and nothing else, by their names here and there."""
+    """Return `Parts` of modules that have a weight alone, by their names here and there."""
     return lambda config, ours, theirs: weights(ours, theirs, names)
 
 
@@ -130,7 +130,7 @@ def attention(
     norms: Sequence[str] = ("q_norm", "k_norm"),
     sinks: str = "sinks",
 ) -> Iterator[TensorMap]:
-    """q_proj, k_proj, v_proj and o_proj, q_norm, k_norm and sinks: those that the config has.
+    """Map q_proj, k_proj, v_proj and o_proj, q_norm, k_norm and sinks: those that the config has.
 
     Args:
         config: that of the layer (`HybridConfig.for_layer`).
@@ -174,7 +174,7 @@ def attention(
 def latent_attention(
     config: HybridConfig, ours: str, theirs: str, output: str = "o_proj"
 ) -> Iterator[TensorMap]:
-    """Multi-head latent attention in DeepSeek's names (arguments: see `attention`)."""
+    """Map multi-head latent attention in DeepSeek's names (arguments: see `attention`)."""
     names = {
         "linear_kv_down_proj": "kv_a_proj_with_mqa",
         "kv_layernorm": "kv_a_layernorm",
@@ -199,10 +199,10 @@ def mlp(
     width: int | None = None,
     projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Iterator[TensorMap]:
-    """gate_proj, up_proj and down_proj of a gated MLP, or up_proj and down_proj of a plain one.
+    """Map gate_proj, up_proj and down_proj of a gated MLP, or up_proj and down_proj of a plain one.
 
     Args:
-        width: None: `config.ffn_hidden_size`.
+        width: `config.ffn_hidden_size` by default.
         projections: what they call gate_proj, up_proj and down_proj.
     """
     gate, up, down = projections
@@ -231,7 +231,7 @@ def delta_rule(
     output: str = "o_proj",
     decays: Layout = SAME,
 ) -> Iterator[TensorMap]:
-    """A delta rule whose projections and convolutions lie one by one (arguments: see `attention`).
+    """Map a delta rule with projections and convolutions one by one (arguments: see `attention`).
 
     Args:
         inputs: letters of the projections into it, as in "q_proj".
@@ -249,7 +249,7 @@ def delta_rule(
 
 
 def mamba2(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    """A Mamba-2 mixer, whose parameters have the same names and layouts on both sides."""
+    """Map a Mamba-2 mixer, whose parameters have the same names and layouts on both sides."""
     names = ["in_proj.weight", "conv1d.weight", "dt_bias", "A_log", "D", "out_proj.weight"]
     if config.mamba_conv_bias:
         names.append("conv1d.bias")
@@ -262,7 +262,7 @@ def mamba2(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
 
 
 def mamba1(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    """A Mamba-1 mixer, whose parameters have the same names and layouts on both sides."""
+    """Map a Mamba-1 mixer, whose parameters have the same names and layouts on both sides."""
     names = ["in_proj.weight", "conv1d.weight", "x_proj.weight", "dt_proj.weight", "dt_proj.bias"]
     names += ["A_log", "D", "out_proj.weight"]
     if config.mamba1_conv_bias:
@@ -276,8 +276,8 @@ def mamba1(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
 
 
 def experts_one_by_one(tensor_map: TensorMap, config: HybridConfig) -> TensorMap:
-    """A map of experts in one tensor, `experts.gate_up_proj` or `experts.down_proj`, or their
-    biases, as one of `experts.0.gate_proj.weight` and so on; others as they are."""
+    """Map experts in one tensor, `experts.gate_up_proj` or `experts.down_proj`, or their biases, as
+    `experts.0.gate_proj.weight` and so on; other maps stay as they are."""
     (ours,) = tensor_map.ours
     _, found, projection = ours.rpartition(".experts.linear_")
     if not found:
@@ -290,7 +290,7 @@ def experts_one_by_one(tensor_map: TensorMap, config: HybridConfig) -> TensorMap
 
 
 def _of_experts(config: HybridConfig, theirs: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Names of these tensors of each expert, one expert after the other."""
+    """Name these tensors of each expert, one expert after the other."""
     numbers = range(config.num_moe_experts)
     return tuple(f"{theirs}.experts.{i}.{name}" for i in numbers for name in names)
 
@@ -316,8 +316,8 @@ def moe(
     projections: Sequence[str] | None = ("gate_proj", "up_proj", "down_proj"),
     shared: str = "shared_experts",
 ) -> Iterator[TensorMap]:
-    """A mixture of experts: router, selection bias, experts one by one, latent projections, shared
-    expert; of these what the config has.
+    """Map a mixture of experts: router, selection bias, experts one by one, latent projections,
+    shared expert; of these what the config has.
 
     Args:
         config: that of the layer (`HybridConfig.for_layer`).
@@ -326,7 +326,7 @@ def moe(
         router: what they call the router.
         expert_bias: what they call the bias that only selects.
         projections: what they call those of an expert, `experts.0.<name>.weight`, as many as a
-            gated or plain MLP has; None: they lie otherwise, and the caller maps our
+            gated or plain MLP has. With None they lie otherwise, and the caller maps our
             `experts.linear_fc1.weight` [E, gate and up, in] and `experts.linear_fc2.weight`
             [E, out, in].
         shared: what they call the shared expert; its gate is `shared_expert_gate`.
@@ -352,7 +352,7 @@ def moe(
 
 
 def moe_by_projection(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    """Experts of StepFun's models: of a layer's gates, values and outputs, one tensor each."""
+    """Map experts of StepFun's models: of a layer's gates, values and outputs, one tensor each."""
     names = {"router": "moe.gate", "expert_bias": "moe.router_bias", "shared": "share_expert"}
     yield from moe(config, ours, theirs, projections=None, **names)
     width, fc1 = config.moe_ffn_hidden_size, f"{ours}.experts.linear_fc1.weight"

@@ -55,7 +55,7 @@ class Zamba(Adapter):
     def _shared(
         self, hf: Mapping[str, Any], types: Sequence[str], head_dim: int | None = None
     ) -> dict[str, Any]:
-        """Fields of both releases. head_dim: None: that of twice the hidden size."""
+        """Read what both releases have. head_dim: that of twice the hidden size by default."""
         hf = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, **hf}
         # Without tie_word_embeddings, transformers does not tie the shared blocks either.
         fields.only(hf, tie_word_embeddings=True)

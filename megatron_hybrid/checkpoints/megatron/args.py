@@ -73,7 +73,7 @@ _KIND_MARKS = {
 
 
 def fields_of_args(args: Namespace, names: Collection[str], num_stages: int = 1) -> dict[str, Any]:
-    """Fields of the HybridConfig of a checkpoint.
+    """Convert the arguments to fields of the HybridConfig of a checkpoint.
 
     `vocab_size` is the padded one, since arguments do not say how many tokens the tokenizer has;
     only of Megatron's NullTokenizer, which has no files, they do.
@@ -127,8 +127,8 @@ def has_head_norms(names: Collection[str]) -> bool:
 
 
 def _layer_pattern(values: Mapping[str, Any], names: Collection[str]) -> str | None:
-    """A hybrid model's pattern in core's symbols, with MTP heads that are there; None: of a
-    GPTModel. Megatron before 0.17 could also place layers by ratios: then the tensors tell."""
+    """Return a hybrid model's pattern in core's symbols, with MTP heads that are there; None for a
+    GPTModel. Megatron before 0.17 could also place layers by ratios: then the tensors say."""
     for argument in _PATTERN_ARGUMENTS:
         if pattern := values.get(argument):
             return pattern if FIRST_OF_PART in names else split_predictions(pattern)[0]
@@ -144,7 +144,7 @@ def _layer_pattern(values: Mapping[str, Any], names: Collection[str]) -> str | N
 
 
 def _core_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of core's config, as Megatron makes them from its arguments."""
+    """Return the fields of core's config, as Megatron makes them from its arguments."""
     core = dict(values)  # with fields of newer cores, and some of none
     core |= {ours: values[theirs] for theirs, ours in _RENAMED.items() if theirs in values}
     if values.get("group_query_attention") is False:
@@ -183,7 +183,7 @@ def _position_fields(values: Mapping[str, Any], is_gpt: bool) -> dict[str, Any]:
 
 
 def _unread_positions(values: Mapping[str, Any], is_gpt: bool) -> dict[str, Any]:
-    """Position arguments that Megatron does not give to the model -> what it has instead."""
+    """Map position arguments that Megatron does not give to the model to what it has instead."""
     kind, release = values["position_embedding_type"], _release(values)
     late = {name for name, since in _PASSED.items() if release < since[0 if is_gpt else 1]}
     unread: dict[str, Any] = {name: None for name in late if values.get(name)}
@@ -196,7 +196,7 @@ def _unread_positions(values: Mapping[str, Any], is_gpt: bool) -> dict[str, Any]
 
 
 def _release(values: Mapping[str, Any]) -> int:
-    """N of the Megatron 0.N that saved these arguments: 18, 19 for newer ones, 0 for older."""
+    """Find N of the Megatron 0.N that saved these arguments: 18, 19 for newer, 0 for older ones."""
     return max((n for name, n in _NEW_ARGUMENTS.items() if name in values), default=0)
 
 
@@ -285,8 +285,8 @@ def megatron_form(config: HybridConfig) -> HybridConfig:
 
 
 def args_of_config(config: HybridConfig) -> Namespace:
-    """Arguments with which Megatron builds a model, a GPTModel if `is_written_as_gpt`: the inverse
-    of `fields_of_args`, of the config's `megatron_form`.
+    """Return arguments with which Megatron builds a model, a GPTModel if `is_written_as_gpt`: the
+    inverse of `fields_of_args`, of the config's `megatron_form`.
 
     Raises:
         ValueError: Megatron has no argument for a field of the config; all such fields are named.

@@ -39,7 +39,7 @@ _ACCEPTED = "megatron-core's MambaModel, HybridModel or GPTModel, bare or wrappe
 
 @names_arguments()
 def from_megatron(model: nn.Module) -> HybridModel:
-    """A HybridModel in eval mode over the parameters of a model that megatron-core built.
+    """Build a HybridModel in eval mode over the parameters of a model that megatron-core built.
 
     The parameters are the model's own objects: nothing is copied, and a later optimizer step or
     `load_state_dict` of the model changes both. A parameter that is put in the place of another one
@@ -66,7 +66,7 @@ def from_megatron(model: nn.Module) -> HybridModel:
 
 
 def _core_model(model: Any) -> nn.Module:
-    """The model of megatron-core inside of its wrappers."""
+    """Return the model of megatron-core inside of its wrappers."""
     inner = unwrap(model)
     if isinstance(inner, HybridModel):
         raise TypeError("model is a HybridModel of megatron_hybrid: pass it to the engine itself.")
@@ -79,7 +79,7 @@ def _core_model(model: Any) -> nn.Module:
 
 
 def _config_fields(stock: nn.Module, is_gpt: bool) -> dict[str, Any]:
-    """Fields of the HybridConfig of a model of megatron-core."""
+    """Return fields of the HybridConfig of a model of megatron-core."""
     core = stock.config
     stages = core.virtual_pipeline_model_parallel_size
     if stages not in (None, 1):
@@ -116,7 +116,7 @@ def _config_fields(stock: nn.Module, is_gpt: bool) -> dict[str, Any]:
 
 
 def _layer_pattern(stock: nn.Module) -> str:
-    """The pattern of a hybrid model, which 0.16 may have made from ratios."""
+    """Return the pattern of a hybrid model, which 0.16 may have made from ratios."""
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
         if pattern := getattr(stock, name, None):
             main, parts = split_predictions(pattern)
@@ -128,8 +128,8 @@ def _layer_pattern(stock: nn.Module) -> str:
 
 
 def _mamba_fields(decoder: nn.Module) -> dict[str, Any]:
-    """Fields that a Mamba-2 mixer of core has from its spec, not from the config. (It asserts that
-    its projections have no bias and that its norm comes after the gate.)"""
+    """Return fields that a Mamba-2 mixer of core has from its spec, not from the config. (It
+    asserts that its projections have no bias and that its norm comes after the gate.)"""
     mixers = (getattr(layer, "mixer", None) for layer in decoder.layers)
     mixer = next((mixer for mixer in mixers if hasattr(mixer, "d_conv")), None)
     if mixer is None:
@@ -145,7 +145,7 @@ def _mamba_fields(decoder: nn.Module) -> dict[str, Any]:
 
 
 def _position_fields(stock: nn.Module) -> dict[str, Any]:
-    """Fields of the position embedding, most of which core keeps in the embedding alone."""
+    """Return fields of the position embedding; core keeps most in the embedding alone."""
     kind, embedding = stock.position_embedding_type, getattr(stock, "rotary_pos_emb", None)
     if kind == "yarn" and embedding is None:
         kind = "none"  # hybrid models of some releases take it, and turn nothing
@@ -174,7 +174,7 @@ def _position_fields(stock: nn.Module) -> dict[str, Any]:
 
 
 def _base(last: float, dim: int) -> float:
-    """The base of `dim` rotated dimensions whose last frequency is given, in fp32: that is
+    """Find the base of `dim` rotated dimensions whose last frequency is given, in fp32: that is
     base^-((dim - 2) / dim). Bases of few digits are exact."""
     base = last ** (-dim / (dim - 2)) if dim > 2 else 10000.0
     short = float(f"{base:.6g}")
@@ -182,14 +182,14 @@ def _base(last: float, dim: int) -> float:
 
 
 def _llama3_factor(plain: float, scaled: float) -> float:
-    """The rope_scaling_factor of a lowest frequency before and after core's scaling, which keeps a
-    share of those with 1 to 4 turns in 8192 tokens."""
+    """Find the rope_scaling_factor of a lowest frequency before and after core's scaling, which
+    keeps a share of those with 1 to 4 turns in 8192 tokens."""
     kept = min(max((8192 * plain / (2 * math.pi) - 1.0) / 3.0, 0.0), 1.0)
     return 1.0 if kept == 1.0 else round((1.0 - kept) * plain / (scaled - kept * plain), 3)
 
 
 def _check_rotary(served: HybridModel, stock: nn.Module) -> None:
-    """Raises ValueError where RoPE would turn in another way than the model's: its embedding does
+    """Raise ValueError where RoPE would turn in another way than the model's: its embedding does
     not say what it was made of."""
     embedding, config = getattr(stock, "rotary_pos_emb", None), served.config
     if embedding is None or stock.position_embedding_type != "rope" or not config.has_attention:
@@ -262,7 +262,7 @@ def _adopt_experts(served: HybridModel, path: str, experts: Mapping[str, list[Te
 
 
 def _checked(name: str, given: Tensor, old: Tensor) -> Tensor:
-    """The model's tensor, with the marks of the one that it replaces.
+    """Return the model's tensor, with the marks of the one that it replaces.
 
     Raises:
         ValueError: another shape, or a parameter that wraps other tensors.
@@ -283,8 +283,8 @@ def _checked(name: str, given: Tensor, old: Tensor) -> Tensor:
 
 
 def _tensors(stock: nn.Module, is_gpt: bool, has_part: bool) -> dict[str, Tensor]:
-    """Parameters and buffers by the names of a HybridModel. has_part: whether it has one for
-    multi-token prediction."""
+    """Collect parameters and buffers by the names of a HybridModel. has_part: whether it has one
+    for multi-token prediction."""
     tensors = {**dict(stock.named_parameters()), **dict(stock.named_buffers())}
     if not has_part:
         served = {name: tensor for name, tensor in tensors.items() if not is_of_prediction(name)}
@@ -298,6 +298,6 @@ def _tensors(stock: nn.Module, is_gpt: bool, has_part: bool) -> dict[str, Tensor
 
 
 def _some(names: list[str]) -> str:
-    """The first names of a list, for a message."""
+    """Write the first names of a list, for a message."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (", ".join(names[:3]) or "nothing") + more

@@ -46,11 +46,11 @@ _CORE_ACTIVATIONS = {
 def hybrid_config_fields(
     core: Mapping[str, Any] | TransformerConfig, *, layer_pattern: str | None, **fields: Any
 ) -> dict[str, Any]:
-    """Fields of the `HybridConfig` that serves a model of megatron-core.
+    """Convert a model of megatron-core to fields of the `HybridConfig` that serves it.
 
     Args:
         core: the model's config, or its fields by name; those left out have core's defaults.
-        layer_pattern: that of a hybrid model, in core's symbols; None: the model is a GPTModel.
+        layer_pattern: that of a hybrid model, in core's symbols; None means a GPTModel.
         fields: fields of HybridConfig that core's config lacks, such as vocab_size, or that replace
             what it says; see `rotary_fields`.
 
@@ -116,13 +116,13 @@ def rotary_fields(
     rope_scaling_factor: float | None = None,
     yarn: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Fields of HybridConfig for the position embedding of a model of megatron-core.
+    """Return fields of HybridConfig for the position embedding of a model of megatron-core.
 
     Args:
         position_embedding_type: as a stock model takes it.
         rotary_base, rotary_percent: of "rope" and "yarn".
         seq_len_interpolation_factor: of "rope": positions are divided by it.
-        rope_scaling_factor: of "rope": Llama 3's scaling; None: a model with rope_scaling=False.
+        rope_scaling_factor: of "rope": Llama 3's scaling; None for a model with rope_scaling=False.
         yarn: of "yarn": the config's `yarn_*` values without this prefix.
 
     Raises:
@@ -164,7 +164,7 @@ def rotary_fields(
 
 
 def _with_defaults(core: Mapping[str, Any] | TransformerConfig) -> dict[str, Any]:
-    """All fields of a config of core, by name."""
+    """Return all fields of a config of core, by name."""
     if not isinstance(core, Mapping):
         return {field.name: getattr(core, field.name) for field in dataclasses.fields(core)}
     latent = core.get("multi_latent_attention", False)
@@ -174,7 +174,7 @@ def _with_defaults(core: Mapping[str, Any] | TransformerConfig) -> dict[str, Any
 
 
 def _gpt_pattern(values: Mapping[str, Any]) -> str:
-    """The layers of a GPTModel: attention and MLP of each in turn."""
+    """Write the layers of a GPTModel: attention and MLP of each in turn."""
     num_layers = values["num_layers"]
     linear = [0] * num_layers
     if values["experimental_attention_variant"] is not None:
@@ -194,7 +194,7 @@ def _gpt_pattern(values: Mapping[str, Any]) -> str:
 def _refusal_of_parts(
     pattern: str, parts: list[str], values: Mapping[str, Any], fields: Mapping[str, Any]
 ) -> str | None:
-    """Return why the MTP heads of a hybrid model cannot be taken; None: they can."""
+    """Return why the MTP heads of a hybrid model cannot be taken; None if they can."""
     if fields.get("pipeline_model_parallel_size", 1) > 1 or STAGE_BOUNDARY in pattern:
         return "they embed tokens, and the last pipeline stage has no embedding"
     if "W" in pattern or values["no_rope_freq"]:
@@ -205,7 +205,7 @@ def _refusal_of_parts(
 
 
 def _known_symbols(pattern: str) -> str:
-    """A hybrid model's pattern, if all of its layers can be served."""
+    """Return a hybrid model's pattern, if all of its layers can be served."""
     for place, symbol in enumerate(pattern, 1):
         if symbol not in _SYMBOLS + STAGE_BOUNDARY:
             meaning = "DeepSeek sparse attention" if symbol == "D" else "a layer"
@@ -220,7 +220,7 @@ def _known_symbols(pattern: str) -> str:
 def _place_attention(
     pattern: str, values: Mapping[str, Any], layers_per_number: int
 ) -> tuple[str, dict[str, dict[str, Any]]]:
-    """The pattern with W for windowed attention, and the overrides of single layers.
+    """Return the pattern with W for windowed attention, and the overrides of single layers.
 
     Args:
         layers_per_number: layers of ours for each one that core numbers.
@@ -251,7 +251,7 @@ def _place_attention(
 
 
 def _per_layer(name: str, value: Any, num_layers: int, rule: Any) -> Sequence[Any]:
-    """A value for each layer: the given ones, or those of a rule for the index from 0."""
+    """Return a value for each layer: the given ones, or those of a rule for the index from 0."""
     if isinstance(value, int):
         return [rule(i) for i in range(num_layers)]
     if not isinstance(value, Sequence) or len(value) != num_layers:
@@ -272,7 +272,7 @@ _READ_WITH = {
 
 
 def _carried(values: Mapping[str, Any], pattern: str) -> dict[str, Any]:
-    """The fields with the same meaning in both configs, of the layer kinds in the pattern."""
+    """Return the fields with one meaning in both configs, of the layer kinds in the pattern."""
     symbols = set(pattern) - {STAGE_BOUNDARY}
     groups = {group for symbol in symbols for group in LAYER_KINDS[symbol].fields}
     groups |= {CommonFields, MLPFields}
@@ -290,7 +290,7 @@ def _carried(values: Mapping[str, Any], pattern: str) -> dict[str, Any]:
 
 
 def _refused(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that HybridConfig refuses, so that it says what to do.
+    """Return the fields that HybridConfig refuses, so that it says what to do.
 
     Raises:
         ValueError: such a field is set that the installed megatron-core does not have.
@@ -325,7 +325,7 @@ def _activation(values: Mapping[str, Any]) -> Any:
 
 
 def _multipliers(values: Mapping[str, Any], pattern: str) -> dict[str, Any]:
-    """Fields of what Maximal Update Parameterization multiplies, as core completes its own."""
+    """Return what Maximal Update Parameterization multiplies, as core completes its own."""
     embedding, logits = values.get("mup_embedding_mult", 1.0), values.get("mup_output_mult", 1.0)
     if logits == 1.0:
         logits = (values.get("mup_base_hidden_size") or values["hidden_size"]) / values[
@@ -349,7 +349,7 @@ _ONLY_OF_LATENT_ATTENTION = {
 
 
 def _latent_attention(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of latent attention, which in core has a rotary embedding of its own."""
+    """Return the fields of latent attention, which in core has a rotary embedding of its own."""
     if values.get("mla_down_proj_fusion"):
         raise ValueError(
             "mla_down_proj_fusion is True, which joins two weights that HybridModel keeps apart. "
@@ -381,7 +381,7 @@ def _latent_attention(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _yarn(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`HybridConfig.rotary_scaling` for core's YarnRotaryEmbedding."""
+    """Convert core's YarnRotaryEmbedding to `HybridConfig.rotary_scaling`."""
     factor = values["rotary_scaling_factor"]
     mscale, all_dims = values["mscale"], values["mscale_all_dim"]
     if mscale is None or all_dims is None:

@@ -12,7 +12,7 @@ _MLP_PARTS = ("pre_mlp_layernorm", "mlp")
 
 
 def gpt_to_hybrid_name(name: str) -> str:
-    """The name in a HybridModel of a parameter of a GPTModel.
+    """Return the name in a HybridModel of a parameter of a GPTModel.
 
     Layer i of a GPTModel, attention and MLP in one, is the layers 2i and 2i + 1; the layer of an
     MTP head, `transformer_layer` in all checkpoints, is its layers 0 and 1.
@@ -29,7 +29,7 @@ def gpt_to_hybrid_name(name: str) -> str:
 
 
 def hybrid_to_gpt_name(name: str) -> str:
-    """Inverse of `gpt_to_hybrid_name`, in the spelling of checkpoints."""
+    """Invert `gpt_to_hybrid_name`, in the spelling of checkpoints."""
     if name.startswith("decoder.final_norm."):
         return name.replace("final_norm", "final_layernorm", 1)
     if (match := _OF_PREDICTION.match(name)) is not None:

@@ -70,7 +70,7 @@ class Unknown:
         pass
 
     def append(self, value: Any) -> None:
-        """Ignored, as all content is."""
+        """Ignore an item, as all content is ignored."""
 
     def __hash__(self) -> int:
         return id(self)

@@ -103,8 +103,8 @@ def load_megatron(
 
     Args:
         folder: that of `--save`, of which the latest iteration is taken, or one iteration in it.
-        device: of the weights, such as "cuda"; None: torch's default device.
-        dtype: of the weights; None: as saved.
+        device: of the weights, such as "cuda"; None means torch's default device.
+        dtype: of the weights; None means as saved.
         overrides: HybridConfig fields to replace, such as tensor_model_parallel_size. The
             `vocab_size` of a checkpoint includes Megatron's padding, whose tokens could be sampled:
             set it to the tokenizer's size to leave them out.
@@ -228,7 +228,7 @@ def _centers(config: HybridConfig) -> bool:
 
 
 def _shifted(offset: int) -> Layout:
-    """Ours is theirs plus a number, as added in fp32."""
+    """Add a number to theirs in fp32, which gives ours."""
 
     def add(weight: Tensor, number: int) -> list[Tensor]:
         return [(weight.float() + number).to(weight.dtype)]
@@ -237,7 +237,7 @@ def _shifted(offset: int) -> Layout:
 
 
 def _as_gpt(stored: Mapping[str, Any], args: Namespace) -> dict[str, Any]:
-    """The keys of a GPTModel of Transformer Engine's layers, which stacks them unless
+    """Return the keys of a GPTModel of Transformer Engine's layers, which stacks them unless
     `moe_layer_freq` or `linear_attention_freq` makes them differ."""
     extra = f"{OUTPUT_LAYER.removesuffix('weight')}_extra_state/"  # which core's GPTModel drops
     named = {
@@ -299,7 +299,7 @@ class DistributedTensors:
             self._layers = dict(self._per_layer())
 
     def given(self) -> dict[str, str]:
-        """Our name of each tensor, or of each block of one that core keeps in blocks -> name."""
+        """Map our names of tensors, or of blocks that core keeps apart, to the names there."""
         gpt = self._own_config is None and self.config().is_gpt_model
         return {
             canonical_name(gpt_to_hybrid_name(name) if gpt else name).replace(
@@ -373,12 +373,12 @@ class DistributedTensors:
 
     @property
     def _own_config(self) -> Mapping[str, Any] | None:
-        """Our config of the model, which our own training saves; None: Megatron has saved."""
+        """Our config of the model, which our own training saves; None if Megatron saved."""
         config = self._common.get("config")
         return config if isinstance(config, Mapping) else None
 
     def config(self, **overrides: Any) -> HybridConfig:
-        """The config of the model; `overrides` replace its fields.
+        """Return the config of the model; `overrides` replace its fields.
 
         Raises:
             CheckpointError: arguments are missing, or say what HybridModel does not implement.
@@ -423,7 +423,7 @@ class DistributedTensors:
         return metadata
 
     def _per_layer(self) -> Iterator[tuple[str, tuple[str, int | None]]]:
-        """(name, (key, layer in it)) of the model's tensors: core stacks those of equal layers."""
+        """Yield (name, (key, layer in it)) of the tensors; core stacks those of equal layers."""
         for key, (shape, _, _) in self._tensors.items():
             if not is_parameter(key):
                 continue
@@ -445,7 +445,7 @@ class DistributedTensors:
         return piece.detach().reshape(size)
 
     def _open(self, index: tuple) -> io.BytesIO:
-        """The bytes that were saved for one piece."""
+        """Read the bytes that were saved for one piece."""
         if index not in self._where:
             raise CheckpointError(f"{self.path / METADATA_FILE} does not say where {index} lies.")
         name, offset, length, transforms = self._where[index]
@@ -461,7 +461,7 @@ class DistributedTensors:
 
 
 def _iteration(folder: Path) -> Path:
-    """The folder of the iteration to read."""
+    """Find the folder of the iteration to read."""
     if (folder / METADATA_FILE).is_file():
         return folder
     tracker = folder / TRACKER_FILE
@@ -485,7 +485,7 @@ def _iteration(folder: Path) -> Path:
 
 
 def _tensor_maps(tensors: Mapping[str, tuple]) -> Iterator[TensorMap]:
-    """Tensors by our names, and the blocks that core keeps apart (`_sections`)."""
+    """Map tensors by our names, or in the blocks that core keeps apart (`_sections`)."""
     for name, (sections, dim) in tensors.items():
         if sections is None:
             yield TensorMap((name,), (name,))
@@ -495,8 +495,8 @@ def _tensor_maps(tensors: Mapping[str, tuple]) -> Iterator[TensorMap]:
 
 
 def _sections(tensor: Tensor) -> tuple[dict[str, int] | None, int]:
-    """Full sizes of the blocks that core keeps apart, by name (None: it does not), and their
-    dimension."""
+    """Return the full sizes of the blocks that core keeps apart, by name (None if it does not), and
+    their dimension."""
     cut = cut_of(tensor)
     if cut is None or cut.names is None:
         return None, 0
@@ -506,7 +506,7 @@ def _sections(tensor: Tensor) -> tuple[dict[str, int] | None, int]:
 def _as_stored(
     tensor_map: TensorMap, files: DistributedTensors, given: Mapping[str, str], vocab_size: int
 ) -> TensorMap:
-    """A map that drops the rows that Megatron pads a vocabulary with."""
+    """Return a map that drops the rows that Megatron pads a vocabulary with."""
     (name, *_) = tensor_map.theirs
     if name not in _VOCABULARY or name not in given:
         return tensor_map
@@ -521,7 +521,7 @@ def _as_stored(
 
 
 def _keys_of_all_stages(model: HybridModel) -> dict[str, tuple]:
-    """Core's key -> (our name, blocks, dimension of these), of all pipeline stages; the name is
+    """Map core's key to (our name, blocks, dimension of these), of all pipeline stages; the name is
     None for extra states."""
     tensors, own = {**model.state_dict(keep_vars=True), **dict(named_weights(model))}, {}
     for spelling, key in distributed_keys(model).items():
