@@ -139,7 +139,7 @@ def document_lengths(
 
 
 def _restarts(position_ids: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Tell where positions are 0, bool [b, s] on the CPU."""
+    """Find where positions are 0, bool [b, s] on the CPU."""
     b, s = shape
     _check_shape(position_ids, shape)
     given_bs = position_ids.cpu().expand(b, s)

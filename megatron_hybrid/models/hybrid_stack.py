@@ -205,8 +205,8 @@ class HybridStack(MegatronModule):
 
     def mamba_state_shapes_per_request(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Tell core's inference configs the shapes of the first Mamba-2 or Gated DeltaNet layer on
-        this rank: of the last inputs of the convolution, [C, K], and of the state, [H, P, N]. None:
-        the stage has none."""
+        this rank: of the last inputs of the convolution, [C, K], and of the state, [H, P, N]; None
+        if the stage has no such layer."""
         for symbol, layer in zip(self.layer_type_list, self.layers):
             if symbol in "MG":
                 tail, state = layer.cache_requirements().states

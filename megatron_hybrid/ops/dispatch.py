@@ -63,8 +63,8 @@ class Backend:
     device_type: str | None = None
     """The one kind of device it serves, such as "cuda"; None means any."""
     again: Callable[..., Callable[..., Any] | None] | None = None
-    """Takes the op's inputs, and returns what computes the op with a gradient in the backward pass;
-    None there: the reference. None here: `run` has a gradient, and takes tensors without values."""
+    """Takes the op's inputs, and returns what computes the op with a gradient in the backward pass,
+    or None for the reference. If None, `run` has a gradient, and takes tensors without values."""
     remarks: Callable[[], Sequence[str]] = tuple
     """What a user should know of it on this device, such as configs that are left out. Called where
     the backend can serve alone."""

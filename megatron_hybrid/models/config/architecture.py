@@ -63,7 +63,7 @@ class ArchitectureFields(ModelFields):
     """Standard deviation of initial weights."""
 
     huggingface_config: dict[str, Any] | None = None
-    """config.json of the Hugging Face folder that the weights come from; needed to save one."""
+    """config.json of the Hugging Face folder that the weights come from; needed to write one."""
 
     is_gpt_model: bool = False
     """Whether the weights come from a GPTModel of megatron-core, with attention and MLP in turn. A

@@ -82,7 +82,7 @@ class AttentionFields(LayerFields):
 
     differential_lambda: Annotated[float, Range(gt=0, lt=1)] | None = None
     """l of differential attention: the halves of a head's queries and keys have a softmax each, and
-    the second one is subtracted, times l plus what is learnt. None means one softmax a head."""
+    the second output is subtracted, times l plus what is learnt. None means one softmax a head."""
 
     attention_temperature_scale: Annotated[float, Range(ge=0)] | None = None
     """s: queries are multiplied by 1 + s log(1 + floor((position + offset) / floor))."""

@@ -33,8 +33,8 @@ class MLPFields(LayerFields):
     """Factor of the gate of an MLP, before its activation."""
 
     activation_sparsity: Annotated[float, Range(ge=0, lt=1)] = 0.0
-    """Share of a gate's channels that are 0 before the activation, were they normally distributed:
-    those below a quantile of mean and deviation, which is taken from the others."""
+    """Share of a gate's channels that are 0 before the activation if they are normally distributed.
+    A quantile, by their mean and deviation, is subtracted from the others."""
 
     mlp_output_multiplier: float = 1.0
     """Factor of an MLP's output."""

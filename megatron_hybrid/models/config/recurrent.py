@@ -238,7 +238,7 @@ class KimiDeltaAttentionFields(LayerFields):
 
     kda_low_rank_gates: bool = True
     """Project a Kimi Delta Attention layer's decays and output gates by two matrices, with
-    linear_value_head_dim values between them; False: by one."""
+    linear_value_head_dim values between them; if False, by one."""
 
     kda_decay_bound: Annotated[float, Range(lt=0)] | None = None
     """b: a Kimi Delta Attention layer's log decays are b sigmoid(exp(A) (f(x) + dt_bias)), and so
@@ -284,7 +284,7 @@ class GatedDeltaNetFields(LayerFields):
     followers: ClassVar = {"linear_num_key_heads": ("linear_num_value_heads",)}
 
     linear_num_value_heads: Annotated[int, Range(ge=1)] | None = None
-    """Value heads of a Gated DeltaNet layer, a multiple of the key heads; None means twice them."""
+    """Value heads of a Gated DeltaNet layer, a multiple of the key heads; twice as many if None."""
 
     def check(self) -> None:
         """See `FieldGroup.check`. It comes after that of `DeltaRuleFields`."""

@@ -35,11 +35,11 @@ class RunFields(FieldGroup):
     bit."""
 
     recompute_method: Literal["uniform", "block"] | None = None
-    """With `full`. `uniform`: all layers of a pipeline stage, `recompute_num_layers` at a time;
-    `block`: its first `recompute_num_layers`, one at a time. None means `uniform`."""
+    """What `full` recomputes: `uniform`, all layers of a pipeline stage, `recompute_num_layers` at
+    a time; `block`, the first `recompute_num_layers`, one at a time. None means `uniform`."""
 
     recompute_num_layers: int | None = None
-    """See `recompute_method`. None means 1 with `uniform`; `block` needs a number."""
+    """Number of layers, see `recompute_method`. None means 1 with `uniform`; `block` needs one."""
 
     recompute_modules: list[str] | None = None
     """Parts of layers, as the mixers name them (`Mixer.recompute_name`, `recompute_parts`): whole

@@ -48,7 +48,7 @@ class Spans(NamedTuple):
     most_queries: int
     most_keys: int
     left: int
-    """Keys before its own that a query sees; -1: all."""
+    """Keys before its own that a query sees; -1 means all."""
 
     @property
     def lengths(self) -> tuple[Tensor, Tensor, int, int]:
