@@ -286,6 +286,7 @@ def write_auto_round(source: Path, out: Path, kind: str, symmetric: bool) -> Ten
         sym=symmetric,
         iters=0,
         disable_opt_rtn=True,
+        amp=False,  # else the weights that are compared are bfloat16 on a CPU that has it
     )
     model, _ = rounding.quantize()
     logits = answer(copy.deepcopy(model))
