@@ -33,7 +33,7 @@ from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.serving.app import create_app
 from megatron_hybrid.serving.config import ServingConfig
-from megatron_hybrid.serving.http.slow_clients import TimedProtocol
+from megatron_hybrid.serving.http.slow_clients import IDLE_SECONDS, TimedProtocol
 from megatron_hybrid.serving.kv_events import BlockEvents
 from megatron_hybrid.serving.service import STEP_SECONDS, Service, Shutdown, run_steps
 from megatron_hybrid.text.tokenizer import Tokenizer
@@ -286,6 +286,7 @@ async def serve(
             http=TimedProtocol,
             log_config=None,
             access_log=False,
+            timeout_keep_alive=IDLE_SECONDS,
             timeout_graceful_shutdown=_CONNECTION_SECONDS,
         )
         freeze_objects()

@@ -20,7 +20,7 @@ from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.serving.app import create_app
 from megatron_hybrid.serving.config import ServingConfig
-from megatron_hybrid.serving.http.slow_clients import TimedProtocol
+from megatron_hybrid.serving.http.slow_clients import IDLE_SECONDS, TimedProtocol
 from megatron_hybrid.serving.service import Service
 
 DEMO = Path(megatron_hybrid.__file__).parent / "demo_model"
@@ -39,7 +39,12 @@ class RunningServer:
     def __init__(self, service: Service):
         self.service = service
         config = uvicorn.Config(
-            create_app(service), http=TimedProtocol, port=0, log_config=None, access_log=False
+            create_app(service),
+            http=TimedProtocol,
+            port=0,
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=IDLE_SECONDS,
         )
         self._server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self._server.run, daemon=True)

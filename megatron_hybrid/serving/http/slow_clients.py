@@ -27,6 +27,9 @@ BODY_RATE = 64 << 10
 """Bytes a second that a body may count on."""
 UNREAD_BODIES = 16
 """Largest bodies of one key that may come, or wait to be read, at a time."""
+IDLE_SECONDS = 75
+"""Seconds that a connection stays open without a request: proxies reuse theirs for up to 60, and
+answer 502 where the server closes one at that moment."""
 TOO_LARGE = "the body has more than {} bytes, the most it may: send less"
 
 
