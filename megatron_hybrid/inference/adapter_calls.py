@@ -27,11 +27,11 @@ class AdapterCalls:
 
     @property
     def loaded(self) -> list[LoadedAdapter]:
-        """Those that requests can choose, in the order that they came in. Any thread may ask."""
+        """Adapters that requests can choose, in the order of their loading. Any thread may ask."""
         return list(self._bank.loaded.values())
 
     def load(self, name: str, folder: str | os.PathLike[str]) -> LoadedAdapter:
-        """Take up the low-rank adapter of a folder in PEFT's format, for requests whose
+        """Load a low-rank adapter from a folder in PEFT's format, for requests whose
         `RequestOptions.adapter` is `name`.
 
         Raises:
@@ -43,11 +43,11 @@ class AdapterCalls:
         self.begin_load(name, folder)
         return self.end_load(name)
 
-    # Its two parts: whoever has steps to run runs them in between.
+    # The two parts of `load`: a caller with steps to run can run them in between.
 
     @on_all_ranks
     def begin_load(self, name: str, folder: str | os.PathLike[str]) -> Future[ReadAdapter]:
-        """Begin to read an adapter, in another thread, in place of one that is not loaded yet."""
+        """Begin to read an adapter in another thread; it replaces one that is not loaded yet."""
         self._refuse("adapters.load")
         read = self._bank.reader(name, folder, self._used_slots())
         self._reading = self._thread.submit(read)
@@ -55,15 +55,15 @@ class AdapterCalls:
 
     @on_all_ranks
     def end_load(self, name: str) -> LoadedAdapter:
-        """Wait until the adapter is read on all ranks, and take it up."""
+        """Wait until the adapter is read on all ranks, and load it."""
         self._refuse("adapters.load")
         reading, self._reading = self._reading, None
         return self._bank.put(name, reading.result(), self._used_slots())
 
     @on_all_ranks
     def unload(self, name: str) -> None:
-        """Drop an adapter: no further request can have it, and those that have it are answered by
-        it. What is cached of it stays, for when the same values are loaded again.
+        """Drop an adapter: new requests cannot choose it, and requests that have it are answered
+        with it. Its cached prefixes stay, for when the same values are loaded again.
 
         Raises:
             ValueError: there is none of this name; nothing has changed.

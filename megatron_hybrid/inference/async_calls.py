@@ -79,8 +79,8 @@ class StepThread:
         step()
 
     def end(self, job: Callable[[], None]) -> Future[None]:
-        """Queue the last job; of a second call, the job is not used. Returns the last one's
-        future; in a fork, where nothing is to be ended, one that is done."""
+        """Queue the last job and return its future. A second call returns the same future and
+        ignores its job. In a fork nothing is to be ended, and the future is done."""
         if not self._home.is_here:
             nothing: Future[None] = Future()
             nothing.set_result(None)
@@ -100,7 +100,7 @@ def use_device_of(engine: DynamicInferenceEngine) -> None:
 
 
 def follow_in_thread(engine: DynamicInferenceEngine) -> None:
-    """`engine.follow()`, in a thread of its own."""
+    """Call `engine.follow()` in a thread of its own."""
     use_device_of(engine)
     engine.follow()
 
@@ -249,7 +249,7 @@ class AsyncCalls:
                     call.abandon()
 
     def _live_calls(self) -> list[AsyncCall]:
-        """The oldest first."""
+        """List the calls, the oldest first."""
         return list(dict.fromkeys(self._calls.values()))
 
     def add(
@@ -291,7 +291,7 @@ class AsyncCalls:
         except BaseException as error:  # the thread survives every error
             self._take(self.engine.live.take_outputs())
             self._fail(error)
-            if not self._calls:  # no one to tell of a second error: no step before the next job
+            if not self._calls:  # nobody would get a second error: no step before the next job
                 return
         for call in [call for call in self._answered if call.is_closed]:
             self._end(call, call.answer())
@@ -310,7 +310,7 @@ class AsyncCalls:
                 self._answered[call] = None
 
     def _fail(self, error: BaseException) -> None:
-        """End the calls that the error of a step is for. All others are back in the queue."""
+        """End the calls that get the error of a step. All others are back in the queue."""
         failed = [request.request_id for request in self.engine.take_failed()]
         calls = dict.fromkeys(self._calls[number] for number in failed if number in self._calls)
         logger.error(

@@ -35,7 +35,7 @@ Listener = TypeVar("Listener", bound=CacheListener)
 
 
 def _guide_of(options: RequestOptions | None) -> Guide | None:
-    """The guide to compile. The engine refuses options of another type."""
+    """Return the guide to compile. The engine refuses options of another type."""
     return options.guide if isinstance(options, RequestOptions) else None
 
 
@@ -106,19 +106,19 @@ class AsyncEngine:
         *,
         queue_seconds: float | None = None,
     ) -> GenerationResult:
-        """Answer one prompt; `samples` of the result hold all n. Arguments as for
+        """Answer one prompt; `samples` of the result hold all n. Arguments are those of
         `DynamicInferenceEngine.add_request`. Cancelling the task cancels the request.
 
-        queue_seconds: it is given up if it has waited so long for its first slot; None: it waits.
+        queue_seconds: longest wait for the first slot; then the request is cancelled. None means
+            no limit.
 
         Raises:
-            QueueTimeoutError: it was given up.
+            QueueTimeoutError: the request has waited for `queue_seconds`.
             TypeError, ValueError: the request cannot be served; nothing has changed.
             WeightsUnfinishedError: an update of the weights has failed.
             RuntimeError: this engine is closed, or was closed before the answer was complete.
-            Exception: the error of the third step that failed with this request, see
-                `DynamicInferenceEngine.take_failed`; or of one that no request can go on after.
-        """
+            Exception: an error from which no request can go on, or that of the third step that
+                failed with this request, see `DynamicInferenceEngine.take_failed`."""
         call = AsyncCall(False, self._calls.abandoned, queue_seconds)
         try:
             self._thread.require_home()
@@ -142,10 +142,10 @@ class AsyncEngine:
         added to the answer, however slow the reader. Call it in a coroutine. A cancelled reader
         cancels the request; so does `aclose()`, the end of `async with`, or dropping the stream.
 
-        With n > 1 it has the outputs of all samples, by `sample_index`; each sample has a last one,
-        with its `result`, and the stream ends after the last of all. Ending it cancels all
-        samples that are not answered. Arguments as for `generate`; the first `anext` raises its
-        errors."""
+        With n > 1 it has the outputs of all samples, by `sample_index`. The last output of each
+        sample has its `result`, and the stream ends after the last one of all. Ending it early
+        cancels the unanswered samples. Arguments are those of `generate`, whose errors the first
+        `anext` raises."""
         call = AsyncCall(True, self._calls.abandoned, queue_seconds)
         self._thread.require_home()
         add = partial(self._calls.add, call, prompt, params, options)
@@ -160,8 +160,8 @@ class AsyncEngine:
         return self._engine.adapters.loaded
 
     async def load_adapter(self, name: str, folder: str | os.PathLike[str]) -> LoadedAdapter:
-        """Take up an adapter: see `AdapterCalls.load`. Steps run while it is read; several are read
-        one after the other."""
+        """Load an adapter, see `AdapterCalls.load`. Steps run while it is read; several adapters
+        are read one after the other."""
         self._thread.require_home()
         load = partial(self._load_adapter, name, folder)
         return await asyncio.wrap_future(self._adapter_thread.submit(load))
@@ -173,7 +173,7 @@ class AsyncEngine:
         return self._submit(partial(calls.end_load, name)).result()
 
     async def unload_adapter(self, name: str) -> None:
-        """Drop an adapter: see `AdapterCalls.unload`."""
+        """Drop an adapter, see `AdapterCalls.unload`."""
         await self._run(self._engine.adapters.unload, name)
 
     stats = _in_thread(DynamicInferenceEngine.stats)
@@ -189,16 +189,16 @@ class AsyncEngine:
     check_integrity = _in_thread(DynamicInferenceEngine.check_integrity)
 
     async def histograms(self) -> dict[str, tuple[list[int], list[float]]]:
-        """Counts of times, by the names of `prometheus.HISTOGRAMS`: up to each of `meter.BOUNDS`,
-        in seconds, and beyond; and the longest of each."""
+        """Return the counts of times and the longest times, by the names of
+        `prometheus.HISTOGRAMS`: up to each of `meter.BOUNDS`, in seconds, and beyond the last."""
         measured = self._engine.live.meter.histograms.items()
         return await self._run(
             lambda: {name: (list(each.counts), list(each.longest)) for name, each in measured}
         )
 
     async def watch_cache(self, make: Callable[[PrefixCache], Listener]) -> Listener:
-        """Make a listener of the cache, and let it follow from now on what is cached and evicted
-        on the first rank. Call it before the first request: what is cached is not reported."""
+        """Make a listener of the cache, which from now on follows what is cached and evicted on
+        the first rank. Call it before the first request: it does not report earlier records."""
 
         def watch() -> Listener:
             listener = make(self._engine.cache)
@@ -210,7 +210,7 @@ class AsyncEngine:
     # Between updates of the weights. The names are vLLM's, where they mean the same.
 
     async def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        """See `DynamicInferenceEngine.init_weight_transfer_engine`; steps run while it waits."""
+        """Call `DynamicInferenceEngine.init_weight_transfer_engine`; steps run while it waits."""
         try:
             joining = await self._run(self._engine.weights.begin_join, init_info)
             ended = asyncio.wrap_future(joining.ended)
@@ -236,8 +236,8 @@ class AsyncEngine:
 
         Raises:
             ValueError: there is no such mode.
-            RuntimeError: "abort", and the engine is suspended; "wait", and the pause was ended
-                before it began.
+            RuntimeError: the mode is "abort" and the engine is suspended, or the mode is "wait"
+                and the pause was ended before it began.
         """
         if mode not in PAUSE_MODES:
             raise ValueError(f"mode is {mode!r}; use one of {', '.join(PAUSE_MODES)}")
@@ -259,11 +259,11 @@ class AsyncEngine:
         await self._run(self._calls.end_pause)
 
     async def epoch(self) -> int:
-        """See `DynamicInferenceEngine.epoch`."""
+        """Return `DynamicInferenceEngine.epoch`."""
         return await self._run(lambda: self._engine.epoch)
 
     async def unfinished_weights(self) -> str | None:
-        """Why steps are refused until weights have come, and how to go on; None: they are not."""
+        """Return why steps are refused until weights come, and how to go on, or None."""
         return await self._run(lambda: self._engine.weights.unfinished)
 
     async def is_paused(self) -> bool:
@@ -274,9 +274,9 @@ class AsyncEngine:
         """Pause, and give memory of the device back until `wake_up`.
 
         Args:
-            level: 0: nothing is given back. 1: the memory of the cache is given back, and the
-                weights move to host memory. 2: the weights are dropped, and a trainer must send
-                all of them after `wake_up`.
+            level: 0 gives nothing back. 1 gives the memory of the cache back and moves the weights
+                to host memory. 2 also drops the weights, and a trainer must send all of them after
+                `wake_up`.
             mode: as for `pause_generation`.
             keep_cache: as for `DynamicInferenceEngine.suspend`.
 
@@ -293,7 +293,7 @@ class AsyncEngine:
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the memory again, and end the pause when all of it is allocated.
 
-        tags: "weights", "kv_cache" or both; None: both. Weights may be sent between the two.
+        tags: "weights", "kv_cache" or both, as by default. Weights may be sent between the two.
 
         Raises:
             ValueError: there is no such tag.
@@ -331,16 +331,16 @@ class AsyncEngine:
         return self._calls.is_held
 
     def end_waits(self) -> None:
-        """See `WeightCalls.end_waits`."""
+        """Call `WeightCalls.end_waits`."""
         self._engine.weights.end_waits()
 
     async def compile_guide(self, guide: Guide, tenant: str = "") -> None:
         """Compile a guide in a thread of a low priority, so that no step waits for it. `generate`
-        and `stream` do so, too. Tenants take turns. Cancelling the task takes out a guide that
+        and `stream` do so, too. Tenants take turns. Cancelling the task removes a guide that still
         waits.
 
         Raises:
-            TypeError, ValueError: it cannot be kept to.
+            TypeError, ValueError: the guide cannot be enforced.
             RuntimeError: this engine is closed.
         """
         self._thread.require_home()
@@ -349,7 +349,7 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """End the thread after the running step, and complete the folder of `config.cache_dir`.
-        Unanswered requests get a RuntimeError, and so does every later call but `close`."""
+        Unanswered requests and later calls, except `close`, get a RuntimeError."""
         await asyncio.shield(asyncio.wrap_future(self._thread.end(self._calls.shut)))
 
     async def __aenter__(self) -> "AsyncEngine":

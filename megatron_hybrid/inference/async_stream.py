@@ -20,7 +20,7 @@ class AsyncCall:
     Args:
         streams: put every output into the mailbox, not only the result.
         abandoned: calls for the engine's thread to cancel.
-        queue_seconds: most time to wait before it begins; None: any.
+        queue_seconds: longest wait before it begins; None means no limit.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class AsyncCall:
             del item  # an error's traceback refers to this frame, and to the failed step's tensors
 
     def abandon(self) -> None:
-        """Nobody waits for it any more. It takes no lock: garbage collection may call it."""
+        """Note that nobody waits for it any more. Takes no lock: garbage collection may call it."""
         self.is_abandoned = True
         self._abandoned.append(self)
 
     def take_outputs(self) -> list[RequestOutput]:
-        """The outputs of a stream that are there, up to its end or its error."""
+        """Take the outputs that are in the mailbox, up to the end or the error of the stream."""
         outputs: list[RequestOutput] = []
         while not self._items.empty():
             item = self._items.get_nowait()
@@ -64,8 +64,7 @@ class AsyncCall:
         return outputs
 
     def put_error_of(self, added: Future[None] | asyncio.Task[None]) -> None:
-        """Put the error of the job that queues the request, if it has one. Any thread may call
-        it."""
+        """Put the error of the job that queues the request, if any. Any thread may call it."""
         error = asyncio.CancelledError() if added.cancelled() else added.exception()
         if error is not None:
             with suppress(RuntimeError):  # the event loop is closed
@@ -74,7 +73,7 @@ class AsyncCall:
     # In the engine's thread
 
     def answer(self) -> GenerationResult | None:
-        """The last item of the mailbox, when all outputs were taken."""
+        """Return the last item for the mailbox, when all outputs were taken."""
         return None if self.streams else self.samples[0].result()
 
     @property
@@ -154,7 +153,7 @@ class AsyncStream(AsyncIterator[RequestOutput]):
         self._call.put(None)
 
     def _end(self) -> None:
-        """End the stream, which the garbage collector does, too, when nobody reads."""
+        """End the stream. The garbage collector does so, too, when nobody reads."""
         if not self._is_over:
             self._is_over = True
             self._call.abandon()

@@ -129,7 +129,7 @@ class CacheCalls:
         return CacheSaved(tier.num_states, tier.num_blocks, tier.used_bytes)
 
     def _save(self, folder: str | PathLike[str] | None, let_in: Callable[[], None]) -> Tier:
-        """Write all that is cached; returns what the folder has then."""
+        """Write all that is cached, and return the tier of the folder."""
         parts, offload, name = self._parts, self._parts.offload, self._ranks.name
         tier = offload.disk
         if tier is not None and (

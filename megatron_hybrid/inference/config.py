@@ -31,20 +31,20 @@ class InferenceConfig:
     """
 
     prefix_caching: PrefixCachingMode = "restore"
-    """The mode of sharing. "off": requests share nothing. "memory_only": requests share KV blocks,
-    and every prompt token is computed. "restore": recurrent states are restored, too, and the
+    """Mode of sharing. With "off" requests share nothing. With "memory_only" they share KV blocks,
+    and every prompt token is computed. With "restore" recurrent states are restored, too, and the
     prefill starts at the end of the match."""
 
     block_size_tokens: BlockSize = 16
     """Tokens of one KV block."""
 
     cache_bytes: Positive | None = None
-    """Size of the page pool on each rank, which holds the KV of running requests and the cache. By
-    default it is the part `memory_fraction` of the memory that weights, live slots and one step of
+    """Bytes of the page pool on each rank, which holds the KV of running requests and the cache.
+    By default it is `memory_fraction` of the memory that weights, live slots and one step of
     `max_tokens` leave free on the device. The engine's own `config` has the number."""
 
     memory_fraction: Annotated[float, Range(gt=0, le=1)] = 0.9
-    """Part of the free memory that the page pool takes without `cache_bytes`. On a CPU, whose
+    """Part of the free memory that the page pool takes if `cache_bytes` is not set. On a CPU, whose
     memory other programs use, too, the pool takes at most a quarter."""
 
     max_requests: Positive = 64
@@ -56,24 +56,24 @@ class InferenceConfig:
     more room."""
 
     short_prompt_share: Annotated[float, Range(ge=0, lt=1)] = 0.25
-    """Part of the tokens of a step, after its decodes, that long prompts leave to short ones: to
-    prompts of which at most this many tokens are to be computed. So their first tokens do not wait
-    until a long prompt is computed. 0: prompts are computed one after the other."""
+    """Part of the tokens of a step, after its decodes, that is reserved for short prompts, of which
+    at most this many tokens are to be computed. So their first tokens do not wait until a long
+    prompt is computed. With 0 prompts are computed one after the other."""
 
     max_sequence_length: Positive = 8192
     """Most tokens of one request, prompt and answer together."""
 
     kv_cache_dtype: torch.dtype | None = None
-    """dtype of keys and values in the pool; None: the dtype of the model's parameters."""
+    """dtype of keys and values in the pool; by default it is that of the model's parameters."""
 
     state_encoding: StateEncoding = "exact"
     """Encoding of recurrent states in checkpoints; convolution tails and live states are always
-    exact. "exact": in their own dtype. "bf16": rounded, in half of fp32's bytes. "int8": one byte
-    per element, a quarter of fp32's bytes; errors are about as large as those of bf16, but several
-    times larger in small heads, such as 16 x 16 (docs/how/encodings.md)."""
+    exact. "exact" keeps their own dtype. "bf16" rounds them to half of fp32's bytes. "int8" takes
+    one byte per element, a quarter of fp32's bytes; its errors are about as large as those of bf16,
+    but several times larger in small heads, such as 16 x 16 (docs/how/encodings.md)."""
 
     host_cache_bytes: Annotated[int, Range(ge=0, le=2**63 - 1)] = 0
-    """Size of the host memory on each rank for records evicted from the page pool; 0: none."""
+    """Bytes of host memory on each rank for records evicted from the page pool; 0 means none."""
 
     cache_dir: str | PathLike[str] | None = None
     """Folder for records evicted from host memory, or from the pool if `host_cache_bytes` is 0. The
@@ -85,15 +85,15 @@ class InferenceConfig:
     """Most bytes of records in `cache_dir`, for each rank."""
 
     cache_policy: str = "hybrid"
-    """Name of the policy that decides which states are saved and what is evicted first. "hybrid":
-    by expected uses, which are learnt (docs/how/policy.md). Others are those that a package of
-    yours registers (docs/guides/own_model.md)."""
+    """Name of the policy that decides which states are saved and what is evicted first. "hybrid"
+    decides by expected uses, which it learns (docs/how/policy.md). Other policies are those that a
+    package of yours registers (docs/guides/own_model.md)."""
 
     speculation: str = "off"
-    """Source of drafts, of which a step checks several; outputs are the same. "off": there are no
-    drafts. "lookup": the tokens that followed the same tokens before, in the request or in other
-    answers of its salt. "mtp": the model's MTP head (docs/guides/speculation.md). Others are those
-    that a package of yours registers."""
+    """Source of drafts, of which a step checks several; outputs are the same. "off" makes no
+    drafts. "lookup" takes the tokens that followed the same tokens before, in the request or in
+    other answers of its salt. "mtp" runs the model's MTP head (docs/guides/speculation.md). Other
+    sources are those that a package of yours registers."""
 
     num_speculative_tokens: Positive = 3
     """Most drafts of a request in a step; a step has fewer drafts, or none, if more would lower the
@@ -106,25 +106,25 @@ class InferenceConfig:
     forward that cannot be captured runs without a graph, and the log says why."""
 
     async_scheduling: bool = False
-    """Plan and launch a step while the device runs the one before, whose tokens it takes there.
-    Steps wait that follow drafts, a preemption, samples that fork or log-probs of a prompt, and so
-    do pipeline stages. Answers are the same; as a slot is free one step later, later prompts may
-    find other prefixes."""
+    """Plan and launch a step while the device runs the one before, and read its tokens there. A
+    step after drafts, a preemption, forking samples or log-probs of a prompt still waits, and so do
+    pipeline stages. Answers are the same; as a slot is free one step later, later prompts may find
+    other prefixes."""
 
     warm_up: bool = True
     """On a CUDA device, run steps without a request before the first request, so that no request
-    waits for kernels to be compiled, loaded and tuned. These steps leave nothing else behind. A CPU
+    waits for kernels to be compiled, loaded and tuned. These steps have no other effect. A CPU
     compiles nothing. With `speculation` the warm-up times a few steps on any device, to see how
     many drafts save time; without a warm-up every draft counts as worth its time."""
 
     logprobs_mode: LogprobsMode = "raw_logprobs"
-    """Kind of log-probabilities that requests return. "raw_logprobs": the model's own.
-    "processed_logprobs": those of the distribution that a token is drawn from, after all of the
-    request's sampling parameters; -inf for tokens that cannot be drawn. To prompt tokens, which
+    """Kind of log-probabilities that requests return. "raw_logprobs" are the model's own.
+    "processed_logprobs" are those of the distribution that a token is drawn from, after all of the
+    request's sampling parameters, and -inf for tokens that cannot be drawn. To prompt tokens, which
     were not drawn, only temperature and truncation apply."""
 
     random_seed: Seed = 0
-    """Source of the seeds of requests that have no seed."""
+    """Seed from which requests without a seed of their own get theirs."""
 
     verify_ranks: bool = False
     """For debugging: compare the decisions and computed tokens of all ranks of the model at every
@@ -134,21 +134,21 @@ class InferenceConfig:
     """Seconds without progress of another rank of the model, after which the job ends on all ranks.
     The limit holds for a rank that has not begun to make its engine, and for a rank within a step;
     within a call that loads, saves or moves memory it is ten times as long. A rank that computes
-    makes progress; a rank in the caller's own code may take any time. None: 30 for making the
-    engine, 120 in a step."""
+    makes progress; a rank in the caller's own code may take any time. By default it is 30 for
+    making the engine and 120 in a step."""
 
     max_adapters: int = 0
-    """Low-rank adapters that the engine can hold over its model, for requests to choose from
+    """Most low-rank adapters that the engine can hold, for requests to choose from
     (`load_adapter`). Each takes about max_adapter_rank * (in + out) numbers of each projection."""
 
     max_adapter_rank: Positive = 64
-    """Largest rank of an adapter. Adapters of `q_proj`, `k_proj` and `v_proj` are one of three
-    times their rank, as these are one projection here."""
+    """Largest rank of an adapter. Adapters of `q_proj`, `k_proj` and `v_proj` together count as one
+    of three times their rank, as these are one projection here."""
 
     otlp_traces_endpoint: str = ""
-    """URL of a collector of OpenTelemetry, such as http://localhost:4318/v1/traces, that gets spans
-    of each request (OTLP over HTTP); they are inside of the caller's, if the request has a header
-    traceparent. It needs `pip install -e '.[tracing]'`. Empty: there are no spans."""
+    """URL of an OpenTelemetry collector, such as http://localhost:4318/v1/traces, that gets spans
+    of each request (OTLP over HTTP). They are children of the caller's span if the request has a
+    header traceparent. It needs `pip install -e '.[tracing]'`. Without a URL there are no spans."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -2,7 +2,7 @@
 
 A step computes a draft's row next to that of the last known token, and draws from both. Where the
 first draw is the draft, the second one counts, too. So drafts change the number of steps, and
-nothing else: a drafter may say what it likes. All ranks must hear the same from it.
+nothing else: a drafter may propose any tokens. It must propose the same ones on all ranks.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class DraftSources:
 
 
 class Drafter(Protocol):
-    """Guesses tokens, without changing anything that another one sees. Its class is called with the
+    """Guesses tokens, without changing anything that others see. Its class is called with the
     `DraftSources` of the engine."""
 
     @abstractmethod
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        """The likely next tokens after `request.tokens[:request.num_tokens]`, at most `most` (at
-        least 1), the nearest first; none: it has no guess."""
+        """Return the likely next tokens after `request.tokens[:request.num_tokens]`, at most
+        `most` (at least 1), the nearest first, or none."""
 
 
 class BatchDrafter(Drafter):
@@ -59,9 +59,9 @@ class BatchDrafter(Drafter):
 
     @abstractmethod
     def prepare(self, most: Mapping[Request, int]) -> None:
-        """Called before a step is planned, with the decodes that may get drafts and how many.
-        Nothing of the step has been moved yet, and each lease has room for so many tokens after
-        the known ones, which the drafter may write."""
+        """Compute drafts for the decodes that may get them, at most so many each, before a step is
+        planned. Nothing of the step has been moved yet. Each lease has room for so many tokens
+        after the known ones, and the drafter may write there."""
 
 
 DRAFTERS: Registry[type[Drafter]] = Registry(
@@ -80,8 +80,8 @@ class Drafts:
     """Drafts of a drafter.
 
     Args:
-        drafter: asked for them. A failure costs its drafts, and a line in the log for the first one
-            of a kind, for the 10th, the 100th, and so on.
+        drafter: proposes them. If it fails, the request has no drafts in this step, and the log
+            gets a line for the first failure of a kind, for the 10th, the 100th, and so on.
         most: drafts of a request in a step, at least 1.
         vocab_size: of the model.
         on_ranks: whether the model has several ranks. Then an error of `prepare` is raised, as
@@ -134,10 +134,10 @@ class Drafts:
 
 
 class Lookup(Drafter):
-    """What followed all of the same tokens in another request of the same salt: the rest of its
-    answer, of which the cache knows the tokens, held or not. Else what followed the same last
-    tokens before, in the prompt or in the answer: there is such a place where an answer quotes its
-    prompt, edits it or repeats itself."""
+    """Proposes what followed all of the same tokens in another request of the same salt: the rest
+    of its answer, of which the cache knows the tokens, held or not. Else it proposes what followed
+    the same last tokens earlier in the prompt or the answer, as where an answer quotes its prompt,
+    edits it or repeats itself."""
 
     def __init__(self, sources: DraftSources):
         self._cache = sources.cache
@@ -151,9 +151,9 @@ class Lookup(Drafter):
 
 
 def last_occurrence(tokens: np.ndarray, tail: np.ndarray, least: int, longest: int) -> int:
-    """Return the index after the last of the longest matches of the end of `tail` in `tokens`
-    (int32 `[n]` each) that some token follows; 0: none has `least` tokens. Matches are compared up
-    to `longest` tokens."""
+    """Find the longest matches of the end of `tail` in `tokens` (int32 `[n]` each) that some token
+    follows, and return the index after the last of them, or 0 if none has `least` tokens. Matches
+    are compared up to `longest` tokens."""
     places = np.flatnonzero(tokens[:-1] == tail[-1]) + 1
     length = 1
     while len(places) and length < min(longest, len(tail)):

@@ -154,8 +154,8 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
 
     @property
     def rank_failure(self) -> str | None:
-        """Which rank of this engine has failed or ended, and how, after which the engine cannot go
-        on; None: none has. Any thread may ask."""
+        """Which rank of this engine has failed or ended, and how, or None. After a failure the
+        engine cannot go on. Any thread may ask."""
         return self._control.failure
 
     @property
@@ -186,12 +186,12 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
         If anything raises (such as a lack of memory for the forward), the running requests are
         queued again and start from the cache, which loses nothing; the next step returns outputs
         that were ready by then, too. After two such steps in a row they start one at a time; after
-        the third, `take_failed` tells which request makes steps fail. Ctrl-C takes effect after the
-        step.
+        the third, `take_failed` returns the request that makes steps fail. Ctrl-C takes effect
+        after the step.
 
         Raises:
-            RuntimeError: the model is in training mode, or its weights are not whole
-                (`WeightsUnfinishedError`), or the engine is suspended, or a step of it is running;
+            RuntimeError: the model is in training mode, its weights are not whole
+                (`WeightsUnfinishedError`), the engine is suspended, or a step of it is running;
                 nothing has changed.
             RankFailedError: another rank has failed or ended.
         """
@@ -199,14 +199,14 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
 
     @exclusive
     def take_failed(self) -> list[Request]:
-        """Requests and samples to be cancelled after a step that raised, since the next ones would
-        raise, too; all others go on with the next step, which answers them as if nothing had
+        """Return the requests and samples to be cancelled after a step that raised, since they
+        would make the next steps raise, too. All others go on with the next step as if nothing had
         happened. Call it once after such a step.
 
-        They are those that three failed steps in a row are blamed on, in which they did not get on
-        (no token was added, nothing new of the prompt was computed), and those whose output could
-        not be made. If the step was refused, it is the first one, so that something changes; if a
-        rank has failed, all.
+        They are those blamed for three failed steps in a row that added no token to them and
+        computed nothing new of their prompts, and those whose output could not be made. If the step
+        was refused, it is the first request, so that something changes; if a rank has failed, they
+        are all requests.
         """
         return self._steps.take_failed()
 
@@ -218,12 +218,12 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
         options: RequestOptions | Sequence[RequestOptions | None] | None = None,
         progress: bool = True,
     ) -> list[GenerationResult]:
-        """Answer prompts; returns one result for each, in order.
+        """Answer prompts, and return one result for each, in order.
 
         `params` and `options` are each one for all prompts, or a sequence with one for each. A
         result's `samples` hold all n. All requests are checked before the first is queued. Requests
-        queued before are run, too: their handles have the results. With `progress`, a terminal
-        shows a bar where this takes seconds.
+        queued before are run, too, and their handles get the results. With `progress`, a terminal
+        shows a bar if this takes seconds.
 
         Raises:
             TypeError, ValueError: as `add_request`; the message names the prompt.
@@ -259,9 +259,9 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
         params: SamplingParams | None = None,
         options: RequestOptions | None = None,
     ) -> Stream:
-        """Queue one prompt and return an iterator over its outputs; arguments as for `add_request`.
-        With n > 1 it has the outputs of all samples, by `sample_index`, and ends after the last
-        one of all.
+        """Queue one prompt and return an iterator over its outputs. Arguments are those of
+        `add_request`. With n > 1 it has the outputs of all samples, by `sample_index`, and ends
+        after the last one of all.
 
         Every step that adds to the answer, whoever runs it, leaves an output; `next` runs steps
         only when there is none. `close()`, or the end of `with`, cancels an unanswered request; if
@@ -289,12 +289,12 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
     def cancel(self, request: Request) -> None:
         """End a request with all its samples; answered ones keep their answer. The computed tokens
         stay cached, with the last state if it is worth its room, for the next turn to resume from.
-        No effect on a request that has ended. While other ranks follow this one (`lead`), it takes
-        effect with the next step.
+        A request that has ended stays as it is. While other ranks follow this one (`lead`), the
+        call takes effect with the next step.
 
         Raises:
-            ValueError: another engine's request; nothing has changed.
-            TypeError: not a request.
+            ValueError: it is another engine's request; nothing has changed.
+            TypeError: it is not a request.
             RuntimeError: a step of this engine is running, or it is suspended; nothing has changed.
         """
         self.live.cancel(request)
@@ -306,9 +306,9 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
         step, or after a write that the engine cannot notice (see `WeightWatch`); also while the
         engine is suspended, and on all ranks between the same steps.
 
-        `epoch` rises by one. All that older weights computed is dropped: the pool, host memory,
-        `config.cache_dir`, parked requests. Requests keep their generated tokens; the next ones are
-        drawn with the new weights, after all tokens before them were computed anew.
+        `epoch` rises by one. All that older weights computed is dropped from the pool, from host
+        memory, from `config.cache_dir` and from parked requests. Requests keep their generated
+        tokens; further ones are drawn with the new weights, which compute all tokens before anew.
 
         Raises:
             RuntimeError: a step of this engine is running, or it is closed, or it has given back
@@ -330,18 +330,18 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
                 projections of q, k and v, only together. Floating-point values are rounded to the
                 model's dtypes.
 
-        It is an update of its own, in place of one that is under way. Where an earlier one has
-        failed, the weights are whole again when all that it wrote was given again.
+        The call replaces an update that is under way. After an update that failed, the weights are
+        whole again when all that it wrote was given again.
 
         Raises:
-            ValueError: a name that the model does not have, one without others that belong to it,
-                another shape, a quantized dtype, two values for one tensor, or other names, shapes,
-                dtypes, values or another order than on another rank. Of a mapping or a sequence
-                nothing has been written then. Of another iterable what came before has been, and
-                the rest is read and dropped: if anything was written, steps raise
-                WeightsUnfinishedError until it was given again.
-            TypeError: not pairs of names and whole tensors; as with ValueError.
-            Exception: what the iterable raised; as with ValueError.
+            ValueError: the model does not have a name, a name comes without others that belong to
+                it, a shape differs, a dtype is quantized, a tensor has two values, or another rank
+                has other names, shapes, dtypes, values or another order. Of a mapping or a sequence
+                nothing has been written then. Of another iterable the pairs before are written, and
+                the rest is read and dropped; if anything was written, steps raise
+                WeightsUnfinishedError until it is given again.
+            TypeError: `pairs` are not names and whole tensors; the effect is that of a ValueError.
+            Exception: the iterable raised it; the effect is that of a ValueError.
             RuntimeError, MemoryError: as `update_weights`.
         """
         self.weights.load_weights(pairs)
@@ -354,8 +354,8 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
 
     @property
     def weights_failure(self) -> str | None:
-        """Why the weights are those of no model, and how to go on, after an update has failed;
-        None: none has."""
+        """Why the weights are those of no model, and how to go on, after an update has failed, or
+        None."""
         return self.weights.failure
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
@@ -366,7 +366,7 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
             "master_port": 29500, "rank_offset": 1, "world_size": 3}.
 
         Raises:
-            ValueError: the info is none; nothing has changed.
+            ValueError: the info is not valid; nothing has changed.
             TrainerError: the trainer has not come.
             RuntimeError: a step of this engine is running, or it is closed; nothing has changed.
         """
@@ -377,7 +377,7 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
         `finish_weight_update`.
 
         Raises:
-            ValueError: as `load_weights`, of the model.
+            ValueError: as `load_weights`, if it is due to the model.
             RuntimeError: as `update_weights`.
         """
         self.weights.start_weight_update()
@@ -385,7 +385,7 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
     def receive_weights(self, update_info: Mapping[str, Any]) -> None:
         """Write a part of the new weights into the model.
 
-        update_info: {"path"}, the absolute path of a checkpoint's folder that each rank can read;
+        update_info: {"path"}, the absolute path of a checkpoint's folder that each rank can read
             (one with packed weights holds the whole model, which is packed alike);
             or {"names", "dtype_names", "shapes"} of tensors that the trainer broadcasts to its
             group now, one by one in this order; or the same with {"ipc_handles_pickled"}, tensors
@@ -395,10 +395,10 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
 
         Raises:
             ValueError: as `load_weights`, or what was sent differs from what was announced. The
-                update is over. If nothing of it was written, the old weights are used; nothing is
-                written of the first part where names, dtypes and shapes are wrong. Else steps
-                raise WeightsUnfinishedError until all that was written was sent again.
-            TrainerError: the trainer has left its group; likewise.
+                update is over. If nothing of it was written, the old weights are used; so it is
+                where names, dtypes or shapes of the first part are wrong. Else steps raise
+                WeightsUnfinishedError until all that was written is sent again.
+            TrainerError: the trainer has left its group; the effect is that of a ValueError.
             RuntimeError: no update is under way.
         """
         self.weights.receive_weights(update_info)
@@ -407,8 +407,8 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
         """End an update, and do what `update_weights` does.
 
         Raises:
-            ValueError: tensors are missing that belong to what was sent, or that have no value; the
-                update goes on.
+            ValueError: tensors are missing that belong to those that were sent, or that have no
+                value; the update goes on.
             RuntimeError: no update is under way.
         """
         self.weights.finish_weight_update()
@@ -416,19 +416,19 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
     def release_weights(self, keep: bool = True) -> None:
         """Give back the memory of a suspended engine's weights, too, until `reacquire_weights`.
 
-        keep: their values wait in host memory; else they are dropped, and all have to be sent.
+        keep: whether their values wait in host memory; else they are dropped, and all of them have
+            to be sent again.
 
         Raises:
-            ValueError: it is not the weights' alone, as in a model that is trained.
+            ValueError: others use the memory of the weights, too, as in a model that is trained.
             MemoryError: host memory has no room.
-            RuntimeError: the engine is not suspended, or updates its weights. In all cases nothing
-                has changed.
-        """
+            RuntimeError: the engine is not suspended, or updates its weights. After each of these
+                errors nothing has changed."""
         self.weights.release_weights(keep)
 
     def reacquire_weights(self) -> None:
-        """End what `release_weights` has begun. If the values were dropped, steps are refused until
-        an update, or `load_weights`, has given all of them. No effect on others.
+        """Allocate the memory again that `release_weights` gave back, if it did. If the values were
+        dropped, steps are refused until an update, or `load_weights`, has given all of them.
 
         Raises:
             MemoryError: the device has no room; nothing has changed.
@@ -439,10 +439,9 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
     # Many ranks
 
     def lead(self) -> AbstractContextManager[None]:
-        """Context in which the first rank alone makes calls, and the others are in `follow`. Calls
-        reach them with the next step, in one message. With one rank it does nothing.
-
-        Without it all ranks make the same calls in the same order.
+        """Return a context in which the first rank alone makes calls, and the others are in
+        `follow`. Calls reach them with the next step, in one message. With one rank it does
+        nothing. Without this context all ranks make the same calls in the same order.
 
         Raises:
             RankError: the other ranks do not follow, or have made other calls before.
@@ -462,27 +461,27 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
 
     def suspend(self, keep_cache: str = "drop") -> None:
         """Give back the memory of the pool and the live slots until `resume`, for example to train
-        the model in between. Requests stay, and new ones may be added; steps are refused. No effect
-        on a suspended engine.
+        the model in between. Requests stay, and new ones may be added; steps are refused. Nothing
+        happens if the engine is suspended.
 
-        keep_cache: "drop": the cache is emptied, also host memory and the folder of
-            `config.cache_dir`. "host": its bytes wait in host memory, and everything goes on as it
-            was. "disk": what is cached is written to that folder, as by `save_cache`, and is
-            fetched from there when a request wants it; the host tier keeps its records. With "drop"
-            and "disk" running requests are computed anew, as far as nothing of them is cached;
-            tokens that they have generated stay.
+        keep_cache: "drop" empties the cache, also in host memory and in the folder of
+            `config.cache_dir`. "host" keeps its bytes in host memory, and `resume` brings all of
+            them back. "disk" writes it to that folder, as `save_cache` does, and requests fetch
+            from there what they want; the host tier keeps its records. With "drop" and "disk" the
+            parts of running requests that are not cached are computed anew; tokens that they have
+            generated stay.
 
         Raises:
-            ValueError: there is no such `keep_cache`; or "disk" without `config.cache_dir`.
-            MemoryError: "host", and host memory has no room.
+            ValueError: there is no such `keep_cache`; or it is "disk" without `config.cache_dir`.
+            MemoryError: it is "host", and host memory has no room.
             OSError: writing to the folder failed.
-            RuntimeError: a step of this engine is running. In all cases the engine is not
-                suspended, and but for "drop" nothing has changed.
+            RuntimeError: a step of this engine is running. After each of these errors the engine is
+                not suspended, and except with "drop" nothing has changed.
         """
         self._cache_calls.suspend(keep_cache)
 
     def resume(self) -> None:
-        """End a suspension. No effect on an engine that is not suspended.
+        """End a suspension, if the engine is suspended.
 
         Raises:
             MemoryError: the device has no room; the engine stays suspended.
@@ -494,7 +493,7 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
         """Write the whole cache into a folder, the most valuable records first. An engine with the
         same model and configuration can use it as its `cache_dir`.
 
-        folder: default `config.cache_dir`. Its records stay; if they and the new ones take more
+        folder: default `config.cache_dir`. Its records stay. If they and the new ones take more
             than `config.disk_cache_bytes`, the most valuable of both stay, and no fewer bytes than
             before.
 
@@ -502,8 +501,8 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
         the weights nothing is cached.
 
         Raises:
-            ValueError: no folder, or the mode is not "restore", or (`CacheFolderError`) the folder
-                holds something else or cannot be made, also for lack of disk space.
+            ValueError: there is no folder, the mode is not "restore", or (`CacheFolderError`) the
+                folder holds something else or cannot be made, also for lack of disk space.
             OSError: writing failed.
             RuntimeError: the engine is suspended, or this process is a fork of the one that opened
                 `config.cache_dir`.
@@ -522,10 +521,10 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
 
     def close(self) -> None:
         """Complete the folder of `config.cache_dir` and unlock it, cancel unanswered requests, and
-        give back the memory of pool, live slots and tiers. What needs them raises RuntimeError from
-        now on; results, `stats` and `metrics` stay. The end of `with` does the same. Ctrl-C takes
-        effect afterwards, a second one at once: then call it again. Other ranks of the model cannot
-        step without this one. In a fork of its process it does nothing.
+        give back the memory of pool, live slots and tiers. From then on, calls that need them raise
+        RuntimeError; results, `stats` and `metrics` stay. The end of `with` does the same. Ctrl-C
+        takes effect afterwards, a second one at once: then call it again. Other ranks of the model
+        cannot step without this one. In a fork of its process it does nothing.
 
         Raises:
             RuntimeError: a step of this engine is running; nothing has changed.
@@ -562,10 +561,10 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
         salt: str = "",
         adapter: str | None = None,
     ) -> Explanation:
-        """Explain, for `print`, which tokens of a prompt would be reused now, and why not more. For
-        operators, not for tenants: it tells whether another salt knows the prompt.
+        """Explain, for `print`, which tokens of a prompt would be reused now, and why not more. It
+        is for operators, not for tenants, as it shows whether another salt knows the prompt.
 
-        params: as for `add_request`: `add_BOS` adds a token to text, and with log-probs of the
+        params: as for `add_request`. `add_BOS` adds a token to text, and with log-probs of the
         prompt all of it is computed.
 
         Raises:
@@ -582,32 +581,32 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
 
     @exclusive
     def promises(self) -> dict[str, list[str]]:
-        """Tell why logits may differ in their last bits, here and with this configuration.
+        """List the reasons why logits may differ in their last bits with this configuration.
 
         Returns:
-            "serving": by how a sequence is cut, resumed, drafted or decoded, or by other requests;
-            an empty list is the promise that they do not. "training": also from `model(tokens)`.
-        """
+            "serving": reasons in how a sequence is cut, resumed, drafted or decoded, or in other
+            requests; "training": reasons why they may differ from `model(tokens)`, too. An empty
+            list is the promise that they do not."""
         return promises_of(self.model, self.config, self.memory.device)
 
     @exclusive
     def stats(self) -> Stats:
-        """Counters since the start, and present sizes: a dict that `print` shows in groups."""
+        """Return counters since the start, and present sizes. `print` shows them in groups."""
         return stats_of(self._parts, self.live, self._steps)
 
     @exclusive
     def requests(self, num_tokens: int = 0) -> list[RequestView]:
-        """The requests that run, those that wait, and the last ones that ended, each group in its
-        order, with the last `num_tokens` tokens of each prompt. For operators, as `explain`."""
+        """List the requests that run, those that wait, and the last ones that ended, each group in
+        its order, with the last `num_tokens` tokens of each prompt. For operators, as `explain`."""
         check_field("num_tokens", num_tokens, int)
         live = (*self.scheduler.running, *self.scheduler.waiting)
         return self.live.ended.views(live, self.cache.contents.edge_number, num_tokens)
 
     @exclusive
     def cache_tree(self, max_edges: int = 10_000, num_tokens: int = 0) -> list[EdgeView]:
-        """The tree of cached prefixes: its edges, parents first, those used last if there are more
-        than `max_edges`, with the first `num_tokens` tokens of each, and where each state is. For
-        operators, as `explain`."""
+        """List the edges of the tree of cached prefixes, parents first, with the first `num_tokens`
+        tokens of each and where each state is. If there are more than `max_edges`, those used last
+        are listed. For operators, as `explain`."""
         check_field("max_edges", max_edges, int)
         edges = self.cache_changes(num_tokens=num_tokens).edges
         return sorted(edges, key=lambda edge: (-edge.last_use, edge.start))[:max_edges]
@@ -617,7 +616,7 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
         self, since: Version | None = None, limit: int | None = None, num_tokens: int = 0
     ) -> TreeChanges:
         """Return what has changed in the tree of cached prefixes since an earlier answer's
-        `version` (None: all of it), with at most `limit` edges and the first `num_tokens` tokens of
+        `version`, or all of it, with at most `limit` edges and the first `num_tokens` tokens of
         each."""
         check_field("limit", limit, Annotated[int, Range(ge=1)] | None)
         check_field("num_tokens", num_tokens, int)
@@ -625,7 +624,7 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
 
     @exclusive
     def metrics(self) -> str:
-        """`stats`, and times as histograms, in the text format of Prometheus; see
+        """Return `stats`, and times as histograms, in the text format of Prometheus; see
         `inference/metrics/prometheus.py`."""
         return metrics_of(self.stats(), self.config, self.live.meter)
 

@@ -87,7 +87,7 @@ def make_parts(
     control: RankControl,
     undo: ExitStack,
 ) -> EngineParts:
-    """Agree with the other ranks on sizes, and make the parts. undo: closes what they open."""
+    """Agree with the other ranks on sizes, and make the parts, which `undo` closes."""
     stage, tracer = model.pg_collection.pp.rank(), None
     if config.otlp_traces_endpoint and ranks.is_first:
         tracer = RequestTracer(config.otlp_traces_endpoint)
@@ -162,8 +162,8 @@ def _drafts(cache: PrefixCache, runner: ModelRunner, config: InferenceConfig) ->
 def _warm_up(
     runner: ModelRunner, scheduler: Scheduler, config: InferenceConfig, control: RankControl
 ) -> float:
-    """Run first steps, if `config` asks for it, and capture graphs. Returns the seconds that the
-    steps took."""
+    """Run first steps, if `config` asks for them, and capture graphs. Return the seconds that the
+    first steps took."""
     seconds = 0.0
     try:
         if config.warm_up and runner.memory.device.type in WARMED:

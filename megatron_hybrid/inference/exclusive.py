@@ -29,10 +29,10 @@ class CallGuard:
         self.reads_pairs = False
         """Whether `load_weights` runs code of the caller: the iterator of its pairs."""
         self.settle: Callable[[], None] = lambda: None
-        """Waits for a step that was launched ahead: before all calls that change what it reads."""
+        """Waits for a step that was launched ahead. Calls that change what it reads call this."""
 
     def refuse_inside_step(self, name: str) -> None:
-        """Raise EngineBusyError inside of a step, or as `refuse_inside_load`."""
+        """Raise EngineBusyError inside of a step or of `load_weights`."""
         if self.is_stepping:
             raise EngineBusyError(
                 f"{name}() was called inside a step of this engine, by a tokenizer or a hook, and "
@@ -57,7 +57,7 @@ class CallGuard:
             )
 
     def refuse_suspended(self, name: str) -> None:
-        """Raise EngineSuspendedError on a suspended engine, or as `refuse_closed`."""
+        """Raise EngineSuspendedError on a suspended engine, and RuntimeError on a closed one."""
         self.refuse_closed(name)
         if self.is_suspended:
             raise EngineSuspendedError(
@@ -87,8 +87,8 @@ def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
                 )
             return method(self, *args, **kwargs)
         finally:
-            # Ctrl-C takes effect after a call, and the result of `acquire` may be lost. So the
-            # lock itself tells whether it is taken, and this is the first call from there on.
+            # Ctrl-C takes effect after a call, and the result of `acquire` may be lost. So only the
+            # lock itself knows whether it is taken, and this is the first call from there on.
             try:  # noqa: SIM105
                 self._guard.lock.release()
             except RuntimeError:  # it is another thread's

@@ -23,7 +23,7 @@ _ROW_COUNTS = 1, 2, 3, 4, 5, 8, 16, 40, 64, 256
 
 
 def stats_of(parts: EngineParts, live: LiveRequests, steps: StepLoop) -> Stats:
-    """Counters since the start, and present sizes."""
+    """Return counters since the start, and present sizes."""
     scheduler, spec = parts.scheduler, parts.cache.spec
     memory, num_pages = parts.runner.memory, parts.cache.allocator.num_pages - 1
     cached = parts.cache.stats()
@@ -60,7 +60,7 @@ def stats_of(parts: EngineParts, live: LiveRequests, steps: StepLoop) -> Stats:
 
 
 def metrics_of(stats: Stats, config: InferenceConfig, meter: Meter) -> str:
-    """All metrics, in the text format of Prometheus."""
+    """Format all metrics as Prometheus's text."""
     info = {
         "block_size": config.block_size_tokens,
         "cache_bytes": config.cache_bytes,
@@ -77,7 +77,7 @@ def metrics_of(stats: Stats, config: InferenceConfig, meter: Meter) -> str:
 def promises_of(
     model: HybridModel, config: InferenceConfig, device: torch.device
 ) -> dict[str, list[str]]:
-    """Why logits may differ in their last bits, see `DynamicInferenceEngine.promises`."""
+    """List why logits may differ in their last bits, see `DynamicInferenceEngine.promises`."""
     mixers = [each for each in model.decoder.modules() if isinstance(each, Mixer)]
     serving, training = reasons_of_config(model.config)
     serving += [reason for mixer in mixers for reason in mixer.cut_reasons()]
@@ -111,7 +111,7 @@ def reasons_of_config(config: HybridConfig) -> tuple[list[str], list[str]]:
 
 @torch.inference_mode()
 def _unequal_products(model: nn.Module) -> Iterator[str]:
-    """Try one weight of each shape: does a row have the same bits among few rows and many?"""
+    """Try one weight of each shape, and yield those whose rows have other bits among few rows."""
     weights = {(each.shape[-2:], each.dtype): each for each in model.parameters() if each.dim() > 1}
     for (shape, dtype), weight in weights.items():
         if min(shape) < 2 or not weight.is_floating_point():

@@ -15,8 +15,8 @@ from megatron_hybrid.utils.interrupts import defer_sigint
 
 
 class LiveRequests:
-    """Queues requests, makes their outputs, and ends or cancels them; where other ranks follow,
-    with a message to them. Methods with the name of one of the engine's have its effect.
+    """Queues requests, makes their outputs, and ends or cancels them. Ranks that follow get a
+    message. A method with the name of one of the engine's has the effect of that one.
 
     Args:
         parts: of the engine.
@@ -29,7 +29,7 @@ class LiveRequests:
         self.meter, self._tracer = Meter(), parts.tracer
         self.ended = EndedRequests()
         self.abandoned: deque[Request] = deque()
-        """Those of dropped streams, to cancel."""
+        """Requests of dropped streams, to cancel."""
         self._changed: dict[Request, None] = {}  # with new tokens and no output yet
         self._outputs: list[RequestOutput] = []  # not yet returned, if a step failed
         self._followed: dict[int, Request] = {}  # first samples, of the leading rank's requests
@@ -44,7 +44,7 @@ class LiveRequests:
         return bool(self._scheduler.waiting or self._scheduler.num_unanswered)
 
     def add(self, samples: list[Request]) -> None:
-        """Queue a request, all of its samples."""
+        """Queue a request with all its samples."""
         if self._ranks.size > 1:
             spec = samples[0].spec
             if self._control.leads:
@@ -55,7 +55,7 @@ class LiveRequests:
     # Outputs
 
     def append(self, request: Request, sampled: Sampled) -> bool:
-        """Append a drawn token. Returns whether the request is answered."""
+        """Append a drawn token, and return whether the request is answered."""
         self._changed[request] = None
         return self._output.append(request, sampled)
 
@@ -65,8 +65,8 @@ class LiveRequests:
         self._note_end(request)
 
     def make_outputs(self) -> None:
-        """Make the outputs of a step. Those that cannot be made (`without_output`) are made by the
-        next step, and the error of the last one is raised."""
+        """Make the outputs of a step. If some cannot be made (`without_output`), raise the error of
+        the last of them; the next step tries again."""
         changed, self._changed = self._changed, {}
         for request in changed:
             try:
@@ -102,7 +102,7 @@ class LiveRequests:
 
     @exclusive
     def cancel_soon(self, request: Request) -> None:
-        """Cancel a request as `cancel` does, now, or before the next step where that is refused."""
+        """Cancel a request as `cancel` does, or before the next step if that is refused now."""
         if self._guard.is_stepping or self._guard.is_suspended:
             self.abandoned.append(request)
         else:
@@ -124,7 +124,7 @@ class LiveRequests:
         self.cancel_or_queue(request)
 
     def cancel_or_queue(self, request: Request) -> None:
-        """Cancel a request; where other ranks follow, with the next step or call."""
+        """Cancel a request. If other ranks follow, it is cancelled with the next step or call."""
         if self._control.leads:
             self.abandoned.append(request)
         elif self._control.has_failed:
@@ -136,7 +136,7 @@ class LiveRequests:
                 self._cancel(request)
 
     def cancel_abandoned(self) -> None:
-        """Cancel requests of dropped streams. While other ranks follow, `call_followers` does."""
+        """Cancel requests of dropped streams, unless other ranks follow: see `call_followers`."""
         if self.abandoned and not self._control.leads:
             self._guard.settle()  # first: if it raises, the next step cancels them
         while self.abandoned and not self._control.leads:
@@ -154,8 +154,7 @@ class LiveRequests:
     @defer_sigint()
     def end(self, requests: Sequence[Request]) -> list[RequestOutput]:
         """End requests with what they have generated, and return the outputs that are due and their
-        last ones, whose results have the `finish_reason` "cancelled". Where all ranks make the same
-        calls, `cancel`.
+        last ones, whose results have the `finish_reason` "cancelled".
 
         Raises:
             RuntimeError: a step of this engine is running, or it is suspended; nothing has changed.

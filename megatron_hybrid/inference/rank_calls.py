@@ -20,9 +20,9 @@ R = TypeVar("R")
 
 
 def on_all_ranks(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Decorate a method that all ranks run, of an object with `_guard`, `_ranks`, `_control` and
-    `_live` of the engine: a leading rank sends it to the others, and if it raises on one rank, it
-    raises on all. Only one thread at a time is inside of it, as with `exclusive`."""
+    """Decorate a method that all ranks run, of an object with the `_guard`, `_ranks`, `_control`
+    and `_live` of the engine. A leading rank sends the call to the others, and if it raises on one
+    rank, it raises on all. Only one thread at a time is inside of it, as with `exclusive`."""
 
     @exclusive
     @wraps(method)
@@ -49,7 +49,7 @@ class RankCalls:
 
     Args:
         parts, live: of the engine.
-        others: further objects whose methods the first rank tells.
+        others: further objects whose methods the first rank calls on all ranks.
     """
 
     def __init__(self, parts: EngineParts, live: LiveRequests, *others: object):

@@ -23,8 +23,8 @@ from megatron_hybrid.models.sharding.tensor_sharding import cut_of
 from megatron_hybrid.version import __version__
 
 _OF_EACH_RANK = ("cache_bytes", "cache_dir", "rank_timeout")
-"""Fields of InferenceConfig that may differ: ranks use what the smallest one has, and whichever
-waits too long ends all."""
+"""Fields of InferenceConfig that may differ: all ranks use the smallest pool, and the first rank
+that waits too long ends all."""
 _COMPARED = 1 << 20
 """Elements of each piece of the weights that are compared."""
 _FSDP = ("FSDPModule", "FullyShardedDataParallel", "MegatronFSDP")
@@ -35,8 +35,8 @@ _OF_ALL_STAGES = ("hidden_size", "vocab_size", "params_dtype")
 def what_must_be_equal(
     config: InferenceConfig, model: HybridModel, stage: int
 ) -> dict[str, object]:
-    """Versions and settings on which decisions depend, by name. Of the architecture all stages of a
-    pipeline have some in common; the ranks of one stage all of it."""
+    """Return versions and settings on which decisions depend, by name. All stages of a pipeline
+    share some settings of the architecture, and the ranks of one stage share all of them."""
     named: dict[str, object] = {
         "the version of megatron_hybrid": __version__,
         "the version of torch": torch.__version__,
@@ -53,16 +53,16 @@ def what_must_be_equal(
     for name, value in model.config.to_dict().items():
         if name in _OF_ALL_STAGES:
             named[f"HybridConfig.{name}"] = value
-        else:  # a stage that megatron-core built does not tell the sizes of layers that it lacks
+        else:  # a stage that megatron-core built lacks the sizes of layers that it does not have
             named[f"HybridConfig.{name} of stage {stage}"] = str(value)
     return named
 
 
 def check_equal_weights(ranks: Ranks, model: HybridModel) -> None:
-    """Compare the pieces of weights that several ranks hold: at most a million elements of each.
+    """Compare the pieces of weights that several ranks hold, at most a million elements of each.
 
     Raises:
-        ValueError: on all ranks; it names the first tensor that differs.
+        ValueError: a piece differs. It names the first one, and all ranks raise it.
     """
     if ranks.size == 1:
         return
@@ -78,7 +78,7 @@ def check_equal_weights(ranks: Ranks, model: HybridModel) -> None:
 
 
 def _pieces(model: HybridModel) -> Iterator[tuple[str, Tensor]]:
-    """The pieces of whole tensors that this rank holds, by names that say which they are."""
+    """Yield the pieces of whole tensors that this rank holds, with names that identify them."""
     tp = model.pg_collection.tp.rank()
     experts = ExpertGroups.of(model.pg_collection)
     for name, tensor in own_tensors(model).items():
@@ -95,7 +95,7 @@ def _pieces(model: HybridModel) -> Iterator[tuple[str, Tensor]]:
 
 def refuse_fsdp(given: nn.Module | Sequence[nn.Module], model: HybridModel) -> None:
     """Raise ValueError for a model whose parameters are spread over data-parallel ranks: every
-    step would gather them, from ranks that serve other requests. given: it, as it is wrapped."""
+    step would gather them, from ranks that serve other requests. given: the model as wrapped."""
     outer = given[0] if isinstance(given, Sequence) else given
     classes = {kind.__name__ for module in outer.modules() for kind in type(module).__mro__}
     is_spread = any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
@@ -112,7 +112,7 @@ def check_equal_decisions(ranks: Ranks, step: int, scheduler: Scheduler, plan: S
     """Compare the queues, the plan and the cache of all ranks.
 
     Raises:
-        RankError: on all ranks; it names the first difference.
+        RankError: the ranks differ. It names the first difference, and all ranks raise it.
     """
     everyone = ranks.gather(_parts(scheduler, plan))
     for name, lines in everyone[0].items():
@@ -127,7 +127,7 @@ def check_equal_decisions(ranks: Ranks, step: int, scheduler: Scheduler, plan: S
 
 
 def _parts(scheduler: Scheduler, plan: StepPlan) -> dict[str, list[str]]:
-    """Lines that describe the state of a rank, by the name of its parts, causes first."""
+    """Describe the state of a rank in lines, by the names of its parts, causes first."""
     queues = {"running requests": scheduler.running, "waiting requests": scheduler.waiting}
     parts = {
         name: [f"request {r.request_id} of {r.num_tokens} tokens" for r in requests]

@@ -74,13 +74,13 @@ class SamplingParams:
     """
 
     temperature: Temperature | None = None
-    """The logits are divided by this temperature; 0, and what is below 1e-30, is greedy."""
+    """The logits are divided by this temperature; 0, or less than 1e-30, is greedy."""
 
     top_k: int | None = None
     """Keep the k most likely tokens; 0 keeps all, 1 is greedy."""
 
     top_p: Share | None = None
-    """Tokens are drawn from the most likely ones, whose probabilities add up to this; 0 and 1 keep
+    """Tokens are drawn from the most likely ones whose probabilities add up to this; 0 and 1 keep
     all tokens."""
 
     min_p: Share | None = None
@@ -89,7 +89,7 @@ class SamplingParams:
 
     repetition_penalty: RepetitionPenalty | None = None
     """Divides the positive logits of tokens in the prompt or the answer, and multiplies the
-    negative ones; 1 changes nothing. What float32 cannot hold becomes its largest number.
+    negative ones; 1 changes nothing. Values that float32 cannot hold become its largest number.
     Keskar et al. (2019), "CTRL"."""
 
     presence_penalty: Penalty = 0.0
@@ -109,7 +109,7 @@ class SamplingParams:
     other tokens, as in `transformers`."""
 
     thinking_budget: ThinkingBudget | None = None
-    """Limit of the tokens of reasoning; None: there is no limit."""
+    """Limit of the tokens of reasoning; by default there is none."""
 
     num_tokens_to_generate: int | None = None
     """Upper bound on new tokens; a default is lowered to fit in `max_sequence_length`. 0 runs the
@@ -124,7 +124,7 @@ class SamplingParams:
     seed and the request's id."""
 
     termination_id: Annotated[int, Range(ge=-1)] | None = None
-    """Token that ends the generation; None: the tokenizer's end tokens, -1: none."""
+    """Token that ends the generation; by default the tokenizer's end tokens. -1 means none."""
 
     stop_token_ids: Sequence[int] = ()
     """Tokens that end the answer, in addition to the model's own stop tokens."""
@@ -147,19 +147,19 @@ class SamplingParams:
     `InferenceConfig.logprobs_mode`."""
 
     skip_prompt_log_probs: bool = False
-    """With `return_log_probs`: return those of generated tokens alone. With those of the prompt,
+    """With `return_log_probs`, return those of generated tokens alone. For those of the prompt
     every prompt token must be computed, and the request skips none."""
 
     top_n_logprobs: int = 0
-    """With `return_log_probs`: also return the n most likely tokens at each position that has a
+    """With `return_log_probs`, also return the n most likely tokens at each position that has a
     log-probability."""
 
     add_BOS: bool = False
     """Prepend the tokenizer's `bos` token to a text prompt."""
 
     num_speculative_tokens: int | None = None
-    """The most drafts of this request in a step, if the engine speculates; 0 turns drafts off. By
-    default it has as many as the engine's. Answers are the same."""
+    """Most drafts of this request in a step, if the engine speculates; 0 turns drafts off. By
+    default it is the engine's number. Answers are the same."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop_words, str):
@@ -192,7 +192,7 @@ class SamplingParams:
     def resolved(self, model: "SamplingParams | None" = None) -> "SamplingParams":
         """Return a checked copy without None in the fields that have defaults.
 
-        model: from `model_defaults`; None: only our defaults.
+        model: from `model_defaults`; without it, only our defaults are used.
 
         Raises:
             ValueError: a field was changed to an illegal value.
@@ -263,13 +263,13 @@ class Draw(NamedTuple):
     sample_index: int
     position: int  # absolute position of the token to be drawn
     prompt_tokens: np.ndarray | None = None
-    """int32: the distinct ones, if `params.penalises_repetition`."""
+    """int32, the distinct ones, if `params.penalises_repetition`."""
     answer_tokens: np.ndarray | None = None
-    """int32 [generated tokens], if the params penalise any."""
+    """int32 [generated tokens], if `params` have a penalty."""
     banned: tuple[int, ...] = ()
     """Tokens that may not be drawn: stop tokens before `min_tokens`, ends of `bad_words_ids`."""
     allowed: np.ndarray | None = None
-    """Bits as in `GuideMatcher.allowed`; None: all tokens."""
+    """Bits as in `GuideMatcher.allowed`; None allows all tokens."""
 
     @property
     def changes_logits(self) -> bool:
@@ -278,7 +278,7 @@ class Draw(NamedTuple):
 
     @property
     def may_draw_again(self) -> bool:
-        """Whether `top_p` may keep more tokens than are first looked at."""
+        """Whether `top_p` may keep more tokens than the first candidates."""
         return 0 < self.params.top_p < 1 and not self.params.top_k
 
 
@@ -292,7 +292,7 @@ FAILURES = {
     RULED_OUT: "no token can be drawn: what the request allows (guide, allowed_token_ids) and what "
     "it bans (bad_words_ids, min_tokens, a budget of thoughts) leave none",
 }
-"""Why a request ends that draws one of these."""
+"""Errors of requests that draw one of these."""
 
 
 class Sampled(NamedTuple):

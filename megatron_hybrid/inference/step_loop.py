@@ -1,4 +1,4 @@
-"""StepLoop: runs steps, and tells after a failed one which requests it is blamed on."""
+"""StepLoop: runs steps, and returns after a failed one the requests that are blamed for it."""
 
 import logging
 import time
@@ -88,7 +88,7 @@ class StepLoop:
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
-        """Context of a step, or of its end: an error rolls back what runs."""
+        """Make a context for a step, or for its end, in which an error rolls back the step."""
         self._guard.is_stepping = True
         try:
             self._check_decisions()  # those of calls since the last step
@@ -109,7 +109,7 @@ class StepLoop:
         """Wait for the step that was launched ahead, before a call that changes what it reads. The
         next step returns its outputs. If it fails, its requests start again, and the call goes on.
         """
-        if self._guard.is_stepping:  # which begins by ending requests
+        if self._guard.is_stepping:  # a step begins by ending requests
             self._end_launched()
         elif self._launched is not None:
             try:
@@ -125,14 +125,14 @@ class StepLoop:
         self._launched = None
 
     def follow_step(self, weights_changed: bool) -> None:
-        """Run the step that the leading rank runs. weights_changed: on that rank."""
+        """Run the step that the leading rank runs. weights_changed: whether they have, there."""
         self._control.told_change = weights_changed
         self.step()
         self._live.forget_closed()
 
     def take_failed(self) -> list[Request]:
         failed, self._failed = self._failed, None
-        # While other ranks follow, what is cancelled stays until they are told.
+        # While other ranks follow, cancelled requests stay until the message to them.
         gone = {sample for request in list(self._live.abandoned) for sample in request.samples}
         everyone = {*self._scheduler.running, *self._scheduler.waiting} - gone
         if self._control.has_failed:
@@ -142,8 +142,7 @@ class StepLoop:
         return failed
 
     def _check_decisions(self) -> None:
-        """Raise MemoryError if a lack of memory has changed a decision, which other ranks have made
-        otherwise."""
+        """Raise MemoryError if a lack of memory has changed a decision of this rank alone."""
         if (
             self._ranks.size > 1
             and out_of_memory.num_decided_by_memory != self._num_decided_by_memory
@@ -172,7 +171,7 @@ class StepLoop:
         self._end_launched(goes_on=self._runs_ahead)
 
     def _plan(self) -> StepPlan | None:
-        """None: there is nothing to do, or the step waits for the tiers."""
+        """Plan a step. Return None if there is nothing to do, or after a wait for the tiers."""
         scheduler, fetches = self._scheduler, self._parts.offload.fetches
         had_fetches = fetches.is_busy
         if plan := scheduler.schedule():
@@ -196,8 +195,8 @@ class StepLoop:
             check_equal_decisions(self._ranks, self.num_steps, self._scheduler, plan)
 
     def _end_launched(self, goes_on: bool = False) -> None:
-        """Wait for the tokens of the step that is launched, if one is, and answer by them. goes_on:
-        launch the next one before, where it does not depend on them."""
+        """Wait for the tokens of the launched step, if there is one, and append them to answers.
+        goes_on: launch the next step before, if it does not depend on these tokens."""
         launched, self._launched = self._launched, None
         if launched is None:
             return
@@ -231,8 +230,8 @@ class StepLoop:
         self._live.run_moves()
 
     def _begin(self) -> bool:
-        """Exchange between the ranks what the step depends on. Returns whether the weights may have
-        changed, on any rank."""
+        """Exchange between the ranks what the step depends on. Return whether the weights may have
+        changed on any rank."""
         changed = self._parts.epochs.watch.has_changed()
         control, offload = self._control, self._parts.offload
         if control.leads:

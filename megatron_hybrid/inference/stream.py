@@ -11,7 +11,7 @@ class Stream(Iterator[RequestOutput]):
     """The outputs of one request, of all its samples; see `DynamicInferenceEngine.stream`.
 
     Args:
-        request: queued; its outputs and those of its other samples are appended to
+        request: a queued one; its outputs and those of its other samples are appended to
             `request.unread`.
         step: runs a step of the engine.
         cancel: ends the request.

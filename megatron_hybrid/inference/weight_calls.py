@@ -65,7 +65,7 @@ class WeightCalls:
         self._cause = ""  # why they lack them
 
     def require(self, name: str) -> None:
-        """Raise RuntimeError where a call cannot use the weights. name: of the call."""
+        """Raise RuntimeError if a call cannot use the weights now. name: of the call."""
         self._guard.refuse_inside_step(name)
         self._guard.refuse_closed(name)
         if self._memory.is_released:
@@ -76,7 +76,7 @@ class WeightCalls:
 
     @property
     def unfinished(self) -> str | None:
-        """Why steps are refused until weights have come, and how to go on; None: they are not."""
+        """Why steps are refused until weights come, and how to go on, or None."""
         if not self._model.has_memory:
             return NO_MEMORY
         if self._update is not None:
@@ -93,7 +93,7 @@ class WeightCalls:
 
     @property
     def failure(self) -> str | None:
-        """`unfinished` where nobody is about to send what lacks."""
+        """`unfinished`, if nobody is about to send the missing weights, or None."""
         if self._update is not None or not self._lacking or self._cause == _DROPPED:
             return None
         if self._control.has_failed:
@@ -117,7 +117,7 @@ class WeightCalls:
             self.load_pairs(pairs)
 
     def load_pairs(self, pairs: Pairs) -> None:
-        """Load weights on this rank, when all ranks know of it."""
+        """Load weights on this rank; all ranks call it."""
         self._guard.settle()
         control = self._control
         control.note("load_weights()")
@@ -131,8 +131,8 @@ class WeightCalls:
     load_pairs.is_on_all_ranks = True
 
     def _load(self, pairs: Pairs, is_led: bool) -> None:
-        """Make an update of one call. If the weights are those of one model afterwards, and others
-        than before, an epoch begins. is_led: whether the pairs of the first rank alone count."""
+        """Make an update of one call. An epoch begins if the weights are new and those of one model
+        afterwards. is_led: whether only the pairs of the first rank count."""
         with self._ranks.raise_on_all("load_weights()"):
             update = self._begin()
             try:
@@ -160,11 +160,11 @@ class WeightCalls:
                 self.cancel_join()
                 raise
 
-    # Its three parts: whoever has steps to run runs them in between.
+    # Its three parts: a caller with steps to run can run them in between.
 
     @on_all_ranks
     def begin_join(self, init_info: Mapping[str, Any]) -> Joining:
-        """Set out to meet a trainer, in place of an earlier one, whose update ends; see
+        """Begin to meet a trainer, which replaces an earlier one and ends its update; see
         `init_weight_transfer_engine`."""
         self._guard.refuse_inside_step("init_weight_transfer_engine")
         self._guard.refuse_closed("init_weight_transfer_engine")
@@ -180,11 +180,10 @@ class WeightCalls:
 
     @on_all_ranks
     def end_join(self, number: int) -> bool:
-        """Return whether all ranks have met the trainer; nothing is waited for. number: that of the
-        `Joining`.
+        """Return at once whether all ranks have met the trainer. number: that of the `Joining`.
 
         Raises:
-            TrainerError: on all ranks: one will not meet it, and the others have left.
+            TrainerError: a rank will not meet it, and the others have left. All ranks raise it.
         """
         self._guard.refuse_closed("init_weight_transfer_engine")
         joining = self._joining
@@ -210,14 +209,14 @@ class WeightCalls:
             joining.leave()
 
     def leave(self) -> None:
-        """Leave the trainer's group, and the way into one."""
+        """Leave the trainer's group, and stop joining one."""
         self._leave_joining()
         group, self._group = self._group, None
         if group is not None:
             group.close()
 
     def end_waits(self) -> None:
-        """Let no rank wait for a trainer any more: who waits, or will, gets a TrainerError. Any
+        """Let no rank wait for a trainer any more: a present or later wait raises TrainerError. Any
         thread may call it, before it closes the engine."""
         self._control.watch.end_waits()
 
@@ -271,10 +270,10 @@ class WeightCalls:
         return self._update
 
     def _settle(self, info: object, error: Exception, part: Part | None = None) -> None:
-        """Take what the trainer sends for a part that no rank will take. Where nobody knows what
-        that is, leave the group: it would be taken for the next part.
+        """Receive and drop what the trainer sends for a part that no rank uses. If nobody knows
+        what that is, leave the group: it would be mistaken for the next part.
 
-        error: why no rank will; it then says to join again.
+        error: why no rank uses it; after leaving, it says to join again.
         """
         if part is not None:
             part.drop()

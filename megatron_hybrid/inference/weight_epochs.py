@@ -36,7 +36,7 @@ class Epochs:
         self._output, self._config = output, config
         self._model, self._memory, self._ranks = runner.model, runner.memory, runner.ranks
         self.watch = WeightWatch(self._model)
-        """Tells whether the weights of this rank may have changed in this epoch."""
+        """Detects whether the weights of this rank may have changed in this epoch."""
 
     def check(self) -> None:
         """Begin an epoch if the weights have changed, on any rank."""
@@ -44,12 +44,12 @@ class Epochs:
             self.begin_unsaid()
 
     def begin(self) -> None:
-        """The weights have changed: put the model into eval mode, and begin an epoch."""
+        """Put the model into eval mode, and begin an epoch, as the weights have changed."""
         self._model.eval()
         self._begin()
 
     def begin_unsaid(self) -> None:
-        """The weights have changed, and nobody has said so."""
+        """Log that the weights have changed without a call, and begin an epoch."""
         logger.warning(
             "the weights have changed: what was cached belongs to the old ones and is dropped, and "
             "%d requests are computed anew; tokens that they have generated stay",
@@ -58,8 +58,8 @@ class Epochs:
         self._begin()
 
     def _begin(self) -> None:
-        """Drop all that older weights computed. If it raises, the watch still tells that the
-        weights have changed."""
+        """Drop all that older weights computed. If it raises, the watch still says that the weights
+        have changed."""
         self.watch.note_change()  # perhaps seen on another rank only
         self.start_over()
         self._memory.keep(None)  # what a suspended engine keeps
@@ -69,7 +69,7 @@ class Epochs:
             logger.warning("%s cannot be emptied: %s", self._config.cache_dir, error)
 
     def start_over(self) -> None:
-        """Queue all running requests again, without anything computed. Generated tokens stay."""
+        """Queue all running requests again, and keep only their tokens."""
         self._scheduler.start_over()
         self._runner.parked.clear()
 

@@ -34,7 +34,7 @@ _SQUARES = 10
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that this process can still allocate on a device. All of inference asks here."""
+    """Return the bytes that this process can still allocate on a device."""
     if device.type != "cuda":
         return _available_on_host(Path("/"))
     free, _ = torch.cuda.mem_get_info(device)
@@ -45,8 +45,8 @@ def available_bytes(device: torch.device) -> int:
 
 
 def _available_on_host(root: Path) -> int:
-    """The least of what the machine has, what each control group lets this process have, and what
-    is left of its address space (ulimit -v). root: of the file system."""
+    """Return the least of what the machine has available, what is left in each control group, and
+    what is left of the address space (ulimit -v). root: of the file system."""
     meminfo = dict(_numbers(root / "proc/meminfo"))
     left = [meminfo["MemAvailable:"] << 10, *_left_in_groups(root)]
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -57,7 +57,7 @@ def _available_on_host(root: Path) -> int:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """Return what is left below the limit of each control group (v1 and v2) that this process is
+    """Yield what is left below the limit of each control group (v1 and v2) that this process is
     in. Page cache that is not in use does not count as used."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -85,7 +85,7 @@ def _left_in_groups(root: Path) -> Iterator[int]:
 
 
 def _numbers(file: Path) -> Iterator[tuple[str, int]]:
-    """First words of a file's lines, and the numbers after them."""
+    """Yield the first word of each line of a file, and the number after it."""
     for line in file.read_text().splitlines():
         name, number, *_ = line.split()
         yield name, int(number)
@@ -133,7 +133,7 @@ class _Memory:
         return cls(str(device), identity, available_bytes(device), num_sharing, tuple(parts))
 
     def share(self, memories: Counter[str]) -> int:
-        """Bytes for this process. memories: how many of the model's ranks see each identity."""
+        """Return the bytes for this process. memories: numbers of ranks that see each identity."""
         return self.available // max(memories[self.identity], self.num_sharing)
 
 
@@ -145,8 +145,8 @@ def pool_pages(
     parts: Sequence[Part],
     ranks: Ranks,
 ) -> int:
-    """Return the number of pages of the pool, the same on all ranks: that of the rank with the
-    fewest. Call it on all of them, before anything is allocated; they exchange one message.
+    """Return the number of pages of the pool, that of the rank with the fewest. Call it on all
+    ranks, before anything is allocated; they exchange one message.
 
     Args:
         device: of the pool.
@@ -210,7 +210,7 @@ def step_bytes(
     max_tokens: int,
     max_sequence_length: int,
 ) -> int:
-    """Return about how much the largest step takes besides pool, slots and inputs: `max_tokens`
+    """Estimate the bytes that the largest step takes besides pool, slots and inputs: `max_tokens`
     tokens of one prompt at the end of the longest sequence, all of them with log-probabilities.
 
     It is the widest layer's activations, or the logits, next to the residual stream and the

@@ -48,7 +48,7 @@ def cache_spec_of(
         state_encoding: of the states in checkpoints, one of `STATE_ENCODINGS`.
         attention_parity: `models.flops.attention_parity` of the model; inf: values ignore the work
             of attention.
-        hidden_dtype: of the last hidden state, that of the weights; None: `dtype`.
+        hidden_dtype: of the last hidden state, that of the weights; default `dtype`.
     """
     shapes = _kv_shapes(layers)
     layout = StateLayout(layers, hidden_size, hidden_dtype or dtype, state_encoding)
@@ -65,8 +65,8 @@ def cache_spec_of(
 def full_bytes(
     layers: list[LayerCache], spec: CacheSpec, dtype: torch.dtype
 ) -> tuple[int, int, int]:
-    """Bytes of these layers over all tensor-parallel ranks: of their states in a checkpoint, of the
-    last hidden state, and of the full-attention KV of a token.
+    """Count the bytes of these layers over all tensor-parallel ranks: of their states in a
+    checkpoint, of the last hidden state, and of the full-attention KV of a token.
 
     spec: `cache_spec_of` them.
     """
@@ -108,7 +108,7 @@ def agree_on_spec(
 def _kv_groups(
     layers: list[LayerCache], shapes: list[KVShape], dtype: torch.dtype
 ) -> tuple[KVGroup, ...]:
-    """One attention group for each shape."""
+    """Make one attention group for each shape."""
     return tuple(
         KVGroup(
             num_layers=sum(layer.kv == shape for layer in layers),
@@ -121,14 +121,14 @@ def _kv_groups(
 
 
 def _kv_shapes(layers: list[LayerCache]) -> list[KVShape]:
-    """The attention groups: distinct KV shapes, full attention before local attention."""
+    """List the distinct KV shapes, one for each attention group, full attention first."""
     shapes = dict.fromkeys(layer.kv for layer in layers if layer.kv is not None)
     return sorted(shapes, key=lambda shape: shape.is_local)
 
 
 @torch.inference_mode(False)  # a tensor made inside could not be written outside
 def _zeros(rows: int, row_bytes: int, device: torch.device, what: str) -> Tensor:
-    """uint8 [rows, row_bytes]. what: name of the rows and the remedy, for the error."""
+    """Allocate uint8 [rows, row_bytes]. what: name of the rows and the remedy, for the error."""
     try:
         tensor = torch.empty(rows, row_bytes, dtype=torch.uint8, device=device)
         _zero(tensor)
@@ -143,8 +143,8 @@ def _zeros(rows: int, row_bytes: int, device: torch.device, what: str) -> Tensor
 
 def _zero(tensor: Tensor) -> None:
     """Fill a contiguous uint8 tensor with zeros. On a CPU the system takes back the memory pages
-    inside of it, and gives zeros for each at its first use: a part of the pool that nobody has used
-    takes neither memory nor time."""
+    inside of it, and gives zeros for each at its first use, so that unused parts of the pool take
+    neither memory nor time."""
     if tensor.device.type != "cpu" or tensor.numel() < 2 * mmap.PAGESIZE:
         tensor.zero_()
         return
@@ -165,7 +165,7 @@ _madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 def _to_host(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Copy rows (int64 [n]) to host memory, a few at a time: the device may have no room left."""
+    """Copy rows (int64 [n]) to host memory, a few at a time, as the device may be full."""
     copied = torch.empty(len(rows), tensor.shape[1], dtype=tensor.dtype)
     for target, part in zip(copied.split(_COPIED_ROWS), rows.split(_COPIED_ROWS)):
         target.copy_(tensor[part])
@@ -254,18 +254,18 @@ class CachePool:
     # Views -------------------------------------------------------------------------------------
 
     def kv_pages(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """K [n, B, K, D] and V [n, B, K, P] of one layer for every page, strided views of the pool.
-        P is 0 if the layer keeps no values."""
+        """Return K [n, B, K, D] and V [n, B, K, P] of one layer for every page, strided views of
+        the pool. P is 0 if the layer keeps no values."""
         return self._kv_views[layer_number]
 
     def state(self, layer_number: int, name: str, slots: Tensor | None = None) -> Tensor:
-        """One state tensor of one layer in every live slot (or in `slots`), [S, *shape] view."""
+        """Return one state of one layer in every live slot (or in `slots`), [S, *shape] view."""
         if slots is None:
             return self._live_states[layer_number, name]
         return self._layout.fields[layer_number, name].view(slots)
 
     def hidden(self, slots: Tensor | None = None) -> Tensor:
-        """The last hidden state in every live slot (or in `slots`), [S, hidden_size] view."""
+        """Return the last hidden state in live slots (all, or `slots`), [S, hidden_size] view."""
         return self._layout.hidden.view(self.slots if slots is None else slots)
 
     def staging(self, count: int) -> Tensor:
@@ -273,8 +273,8 @@ class CachePool:
         return torch.empty(count, self.slots.shape[1], dtype=torch.uint8, device=self.device)
 
     def weights_changed(self, layers: list[LayerCache]) -> None:
-        """Encode states by the decays of the new weights of these same layers from now on. Old
-        checkpoints become invalid."""
+        """Encode states by the decays of the new weights of these same layers from now on. It
+        makes old checkpoints invalid."""
         hidden = self._layout.hidden
         self._layout = StateLayout(layers, hidden.shape[0], hidden.dtype, self._state_encoding)
 
@@ -291,8 +291,8 @@ class CachePool:
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
     def keep(self, rows: tuple[np.ndarray, np.ndarray] | None) -> None:
-        """Copy the bytes of pages and live slots, int [n] each, to host memory, for `refill`. None:
-        drop what was kept.
+        """Copy the bytes of pages and live slots, int [n] each, to host memory, for `refill`. With
+        None drop what was kept.
 
         Raises:
             MemoryError: the host lacks the memory for the copies; nothing has changed.
@@ -321,8 +321,8 @@ class CachePool:
         """Allocate pool and live slots again; `refill` them before use.
 
         Raises:
-            MemoryError: the device lacks the memory, and nothing is allocated; call it again when
-                it has it.
+            MemoryError: the device lacks the memory, and nothing is allocated; the call may be
+                repeated.
         """
         try:
             for tensor in self._tensors:

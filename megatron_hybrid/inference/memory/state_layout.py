@@ -29,7 +29,7 @@ class Field:
         return self.shape.numel() * self.dtype.itemsize
 
     def view(self, rows: Tensor) -> Tensor:
-        """The tensor in each row of uint8 `[S, bytes]`, a view `[S, *shape]`."""
+        """View the tensor in each row of uint8 `[S, bytes]` as `[S, *shape]`."""
         end = self.offset + self.num_bytes
         return rows[:, self.offset : end].view(self.dtype).unflatten(1, self.shape)
 
@@ -43,14 +43,14 @@ class CastCodec:
         self._fields = [Field(*field) for field in zip(offsets, shapes, dtypes)]
 
     def encode(self, tensors: list[Tensor]) -> Tensor:
-        """uint8 `[num_bytes]`."""
+        """Return the bytes, uint8 `[num_bytes]`."""
         code = tensors[0].new_zeros(self.num_bytes, dtype=torch.uint8)
         for field, tensor in zip(self._fields, tensors):
             field.view(code[None])[0].copy_(tensor)
         return code
 
     def decode(self, code: Tensor) -> list[Tensor]:
-        """The tensors in their dtypes, views of `code`."""
+        """Return the tensors in their dtypes, views of `code`."""
         return [field.view(code[None])[0] for field in self._fields]
 
 

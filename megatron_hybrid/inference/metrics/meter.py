@@ -15,7 +15,7 @@ LOG_SECONDS = 10.0
 
 
 class Histogram:
-    """Counts of times, in seconds, up to each of `BOUNDS`, and beyond; and the longest of each."""
+    """Counts of times, in seconds, up to each of `BOUNDS` and beyond, and the longest of each."""
 
     def __init__(self):
         self.counts = [0] * (len(BOUNDS) + 1)
@@ -30,8 +30,8 @@ class Histogram:
 
 
 class Meter:
-    """Measures an engine; `histograms` by the names of `prometheus.HISTOGRAMS`. Of n samples of a
-    prompt the first one counts as the request, and all of them between their tokens."""
+    """Measures an engine; `histograms` has the names of `prometheus.HISTOGRAMS`. Of n samples of a
+    prompt the first one counts as the request. Times between tokens are those of all samples."""
 
     def __init__(self):
         self.queue, self.prefill, self.first_token = Histogram(), Histogram(), Histogram()
@@ -49,7 +49,7 @@ class Meter:
         """Requests that have ended, each sample by itself, by `finish_reason`."""
 
     def note_tokens(self, requests: Sequence[Request], now: float) -> None:
-        """Each of the requests got a token; those that got several come as often."""
+        """Note that each of the requests got a token; one that got several is listed as often."""
         self.num_generated += len(requests)
         num_since: dict[float, int] = {}  # most got their last one in the same step
         for request in requests:
@@ -70,8 +70,8 @@ class Meter:
 
 
 class ActivityLog:
-    """Writes a line every `LOG_SECONDS` while steps run, about the steps since the last one; where
-    no step runs for longer, when the next one begins."""
+    """Writes a line every `LOG_SECONDS` while steps run, about the steps since the last line. If no
+    step runs for longer, it writes the line when the next step begins."""
 
     def __init__(self):
         self.until = 0.0
@@ -80,7 +80,7 @@ class ActivityLog:
         self._before: Mapping[str, int] | None = None
 
     def is_due(self, now: float) -> bool:
-        """Return whether the step that begins wants `write`. Call it before each step."""
+        """Return whether `write` is due. Call it before each step."""
         if not logger.isEnabledFor(logging.INFO):
             return False
         return self._before is None or now - self._since >= LOG_SECONDS

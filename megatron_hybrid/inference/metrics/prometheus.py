@@ -120,9 +120,9 @@ VLLM_NAMES = {
     "request_prefill_time_seconds": ("request_prefill_time_seconds",),
     "e2e_request_latency_seconds": ("e2e_request_latency_seconds",),
 }
-"""Second names of what means the same in vLLM: ours, or the first of two by the second. Schedulers
-such as llm-d's, and dashboards, read them by name, so that they work with this engine unchanged.
-Hits are tokens that were not computed, as there."""
+"""vLLM's names of metrics that mean the same -> ours, or two of ours, of which the first is divided
+by the second. Schedulers such as llm-d's, and dashboards, read them by name, so that they work with
+this engine unchanged. Hits are tokens that were not computed, as there."""
 _LOST_HELP = "Prompt tokens that were known, or in the making, and computed again, by reason."
 _ACCEPTED_NAMES = (
     f"{PREFIX}draft_tokens_accepted_per_pos_total",
@@ -155,7 +155,7 @@ _GROUPS = {
 
 
 class Stats(dict[str, float]):
-    """Result of `engine.stats()`. `print` shows keys and values, but for those of 0, in groups, in
+    """Result of `engine.stats()`. `print` shows keys and values, except those of 0, in groups, in
     80 columns."""
 
     def __str__(self) -> str:
@@ -176,7 +176,7 @@ def prometheus_text(
     stats: Mapping[str, float], histograms: Mapping[str, Histogram] | None = None
 ) -> str:
     """Format `engine.stats()` or `PrefixCache.stats()` as metrics, one for each key, with
-    histograms, and the names of VLLM_NAMES for those that are there.
+    histograms, and also under the names of VLLM_NAMES.
 
     Names are `megatron_hybrid_` and the key; counters end in `_total`. `lost_tokens_<reason>` is
     one metric with the label `reason`, and `draft_tokens_accepted_at_<place>` one with the label
@@ -211,12 +211,12 @@ def prometheus_text(
 
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
-"""Reasons why requests end -> what vLLM's metric calls them."""
+"""Reasons why requests end -> their names in vLLM's metric."""
 
 
 def requests_text(ended: Mapping[str, int], settings: Mapping[str, object]) -> str:
-    """Metrics with labels, under our names and vLLM's: requests that have ended, by reason, and the
-    settings of the cache.
+    """Format metrics with labels, under our names and vLLM's: requests that have ended, by reason,
+    and the settings of the cache.
 
     Args:
         ended: requests by `finish_reason`.
@@ -237,7 +237,7 @@ def requests_text(ended: Mapping[str, int], settings: Mapping[str, object]) -> s
 
 
 def _metric(name: str, key: str, value: float | Histogram) -> list[str]:
-    """Lines of one metric, of the kind that the key is declared as."""
+    """Return the lines of one metric, of the kind that the key is declared as."""
     if key in HISTOGRAMS:
         counts = list(accumulate(value.counts))
         bounds = (*map(str, BOUNDS), "+Inf")
@@ -256,6 +256,6 @@ def _metric(name: str, key: str, value: float | Histogram) -> list[str]:
 
 
 def _lines(name: str, kind: str, text: str, samples: Mapping[str, float]) -> list[str]:
-    """samples: values by what follows the name."""
+    """Return the lines of one metric. samples: values by what follows the name."""
     values = [f"{name}{suffix} {value}" for suffix, value in samples.items()]
     return [f"# HELP {name} {text}", f"# TYPE {name} {kind}", *values]

@@ -9,8 +9,8 @@ from megatron_hybrid.version import __version__
 
 class RequestTracer:
     """Sends the spans of each request after its end: `llm_request`, and inside of it `queue`,
-    `restore` (from host memory or disk), `prefill` and `decode`. A thread of OpenTelemetry's sends
-    them in batches; a collector that does not answer for 2 s costs spans, and no request.
+    `restore` (from host memory or disk), `prefill` and `decode`. A thread of OpenTelemetry sends
+    them in batches. If a collector does not answer for 2 s, spans are lost, but no request.
 
     Args:
         endpoint: URL of a collector that takes OTLP over HTTP, such as
@@ -73,12 +73,12 @@ class RequestTracer:
         whole.end(shift + int(ended * 1e9))
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the spans that are left."""
         self._provider.shutdown()
 
 
 def _attributes(request: Request) -> dict[str, Any]:
-    """Attributes of a request, by OpenTelemetry's names where it has them.
+    """Return the attributes of a request, by OpenTelemetry's names where it has them.
 
     https://opentelemetry.io/docs/specs/semconv/gen-ai/
     """

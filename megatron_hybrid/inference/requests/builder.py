@@ -1,4 +1,4 @@
-"""RequestBuilder: checks a caller's arguments, all of them before anything changes."""
+"""RequestBuilder: checks all arguments of a caller before anything changes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ class RenderedChat:
 
 
 class TextTokenizer(Protocol):
-    """What an engine needs of a tokenizer. It uses more of `Tokenizer` where that is there."""
+    """What an engine needs of a tokenizer. It uses more methods of `Tokenizer` if they exist."""
 
     def tokenize(self, text: str, /) -> Sequence[int]: ...
 
@@ -51,10 +51,10 @@ class RequestBuilder:
     Args:
         config: limits of the engine.
         cache: for the check that a request can fit.
-        tokenizer: for text, chats, end tokens and stop strings; None: ids only. Its optional
-            `generation_config` holds the defaults of sampling.
+        tokenizer: for text, chats, end tokens and stop strings; without one, prompts are ids. Its
+            optional `generation_config` holds the defaults of sampling.
         vocab_size: token ids lie in [0, vocab_size).
-        find_adapter: gives the adapter of a name, or raises ValueError; None: there are none.
+        find_adapter: gives the adapter of a name, or raises ValueError. None if there are none.
 
     Raises:
         ValueError: a field of the `generation_config` has an illegal value.
@@ -81,7 +81,7 @@ class RequestBuilder:
         params: SamplingParams | Sequence[SamplingParams] | None,
         options: RequestOptions | Sequence[RequestOptions | None] | None,
     ) -> list[list[Request]]:
-        """Build the requests of several prompts; all or none. Arguments as for
+        """Build the requests of several prompts, all or none. Arguments are those of
         `DynamicInferenceEngine.generate`.
 
         Raises:
@@ -121,7 +121,7 @@ class RequestBuilder:
         """Build the n samples of one prompt; the first one has the others as siblings.
 
         Raises:
-            TypeError, ValueError: naming the value, the limit and the remedy.
+            TypeError, ValueError: the message names the value, the limit and the remedy.
         """
         given, params = params, self.check_params(params)
         options = RequestOptions() if options is None else options
@@ -152,11 +152,11 @@ class RequestBuilder:
         )
 
     def adapter_of(self, options: RequestOptions) -> LoadedAdapter | None:
-        """The adapter that a request asks for. Raises ValueError if there is none of its name."""
+        """Return the adapter that a request asks for. Raise ValueError if there is none."""
         return None if options.adapter is None else self._find_adapter(options.adapter)
 
     def make(self, spec: RequestSpec) -> list[Request]:
-        """Make the samples of a checked prompt, of this or of the first rank's builder."""
+        """Make the samples of a prompt that this or the first rank's builder has checked."""
         options, samples = spec.options, []
         self.next_id = max(self.next_id, spec.first_id + options.n)  # ids are seeds
         longest_forward = self.cache.longest_forward(spec.max_tokens, self.config.max_tokens)
@@ -219,7 +219,7 @@ class RequestBuilder:
         """Compile a guide, which makes its first request fast. Any thread may do so.
 
         Raises:
-            TypeError, ValueError: it cannot be kept to.
+            TypeError, ValueError: the guide cannot be enforced.
             ImportError: llguidance is missing.
         """
         check_field("guide", guide, Guide)
@@ -235,7 +235,7 @@ class RequestBuilder:
         return GuideCompiler(self.tokenizer.token_bytes, self.vocab_size)
 
     def tokens_of(self, prompt: Prompt, params: SamplingParams) -> np.ndarray:
-        """Token ids of a prompt, int [L]."""
+        """Return the token ids of a prompt, int [L]."""
         prompt, _ = self._rendered(prompt)
         if isinstance(prompt, str):
             prompt = self._tokenize(prompt, params)
@@ -285,7 +285,7 @@ class RequestBuilder:
         return tokens if tokens[:1] == [bos] else [bos, *tokens]
 
     def _rendered(self, prompt: Prompt) -> tuple[str | Sequence[int], Sequence[int]]:
-        """Text or token ids of a prompt, and its likely junctions with others if it is a chat."""
+        """Return the text or token ids of a prompt, and the likely junctions of a chat."""
         if is_chat(prompt):
             return self._render(prompt)
         if isinstance(prompt, RenderedChat):
@@ -293,7 +293,7 @@ class RequestBuilder:
         return prompt, ()
 
     def _render(self, messages: Sequence[Mapping]) -> tuple[list[int], list[int]]:
-        """Token ids of a chat with the answer's header, and its likely junctions with others."""
+        """Return the token ids of a chat with the answer's header, and its likely junctions."""
         if self.tokenizer is None:
             raise TypeError("a chat needs a tokenizer, and this engine has none: pass token ids")
         if not hasattr(self.tokenizer, "chat_prompt"):
@@ -329,8 +329,8 @@ class RequestBuilder:
         return total
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        """Tokens of the vocabulary that end an answer. Those that a request names are checked even
-        where they have no effect."""
+        """Return the tokens of the vocabulary that end an answer. Those that a request names are
+        checked even if they have no effect."""
         foreign = "was it made by another model's tokenizer?"
         named = {*params.stop_token_ids}
         if params.termination_id not in (None, NO_TOKEN):

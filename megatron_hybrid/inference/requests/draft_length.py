@@ -2,12 +2,11 @@
 
 A draft adds a row to a step. It pays while the part of a token that it gains is larger than the
 part of the step's time that it adds. The gain follows from the request's own acceptance, the time
-from the number of decodes in the step, by costs that are measured once. So a request stops to draft
-where its drafts are wrong, or where many run, and begins again. Every input is the same on all
-ranks.
+from the number of decodes in the step, by costs that are measured once. So a request stops drafting
+while its drafts are wrong, or while many requests run. Every input is the same on all ranks.
 
-A CUDA graph of steps with drafts has all their rows, whatever they hold: there the first draft of a
-step costs almost all, and whether to draft is one choice for all decodes together.
+A CUDA graph of steps with drafts has all their rows, whatever they hold. There the first draft of a
+step has almost the whole cost, and whether to draft is one choice for all decodes together.
 """
 
 from bisect import bisect_left
@@ -29,12 +28,12 @@ class DraftCost:
     """What drafts add to the time of a step, as parts of the time without any."""
 
     draft: float = 0.0
-    """One of each decode."""
+    """Time of one draft of each decode."""
     step: float = 0.0
-    """What the first of a step adds to that."""
+    """Time that the first draft of a step adds to that."""
 
     def of(self, num_drafts: int, num_decodes: int) -> float:
-        """Return what all drafts of a step add."""
+        """Return the time that all drafts of a step add."""
         return self.step * (num_drafts > 0) + self.draft * num_drafts / num_decodes
 
 
@@ -48,7 +47,7 @@ class DraftCosts:
     """Cost at each of these numbers."""
 
     def at(self, num_decodes: int) -> DraftCost:
-        """Interpolate between two numbers on the line; beyond the last one, return its cost."""
+        """Interpolate between the two nearest numbers; outside of them, return the nearest cost."""
         points = list(zip(self.num_decodes, self.costs))
         for (low, below), (high, above) in pairwise(points):
             if low <= num_decodes < high:
@@ -61,7 +60,7 @@ class DraftCosts:
 
 
 def best_length(acceptance: float, cost: DraftCost, most: int) -> int:
-    """Return the number of drafts, at most `most`, with the most tokens per second, in a step that
+    """Find the number of drafts, at most `most`, with the most tokens per second, in a step that
     has drafts.
 
     acceptance: probability that a draft is accepted if those before it are.
@@ -73,13 +72,13 @@ def best_length(acceptance: float, cost: DraftCost, most: int) -> int:
 
 
 def expected(acceptance: float, num_drafts: int) -> float:
-    """Drafts that are accepted, of so many of one request."""
+    """Return the expected number of accepted drafts, of so many of one request."""
     return sum(acceptance**place for place in range(1, 1 + num_drafts))
 
 
 def break_even(cost: DraftCost, most: int) -> float:
-    """The acceptance of all decodes above which drafts pay, in steps of 0.001; 1.0: they never
-    do."""
+    """Find the acceptance of all decodes above which drafts pay, in steps of 0.001. It is 1.0 if
+    they never do."""
 
     def pays(permille: int) -> bool:
         length = best_length(permille / 1000, cost, most)
@@ -95,13 +94,13 @@ class DraftLength:
     num_drafts: int = 0
     num_accepted: int = 0
     acceptance: float = FIRST_ACCEPTANCE
-    """Mean of its drafts up to the first rejected one of a step, the newest ones most."""
+    """Mean of its drafts up to the first rejected one of a step; newer ones weigh more."""
 
     def choose(self, cost: DraftCost, most: int, is_trial: bool = False) -> int:
-        """The most drafts of the next step: `best_length`.
+        """Return the largest number of drafts of the next step: `best_length`.
 
-        is_trial: the step has drafts of all requests whose drafts could pay: one, or in a graph,
-            whose rows are there, as many as if all were accepted.
+        is_trial: all requests whose drafts could pay have drafts in this step: one each, or in a
+            graph, which has the rows anyway, as many as if all were accepted.
         """
         length = best_length(self.acceptance, cost, most)
         if not is_trial or (length and not cost.step):
@@ -119,11 +118,12 @@ class DraftLength:
 def pay_together(
     drafts: Collection[tuple[DraftLength, int]], num_decodes: int, cost: DraftCost, is_trial: bool
 ) -> bool:
-    """Whether the drafts of a step pay for what they cost together; in a trial, whether they could.
+    """Return whether the drafts of a step together gain more than they cost, or in a trial, whether
+    they could.
 
     Args:
-        drafts: the history and the number of each request that has some.
-        num_decodes: of the step, those included that have none.
+        drafts: the history of each request with drafts, and their number.
+        num_decodes: of the step, with and without drafts.
         cost: of the step.
     """
     num_drafts = sum(count for _, count in drafts)

@@ -1,4 +1,4 @@
-"""RequestOptions: what callers of every engine, and of HTTP, ask of a request besides sampling."""
+"""RequestOptions: options of a request besides sampling, for all engines and for HTTP."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ MAX_BREAKPOINTS = 4096
 """Most positions that one request may declare: each costs several lookups."""
 MAX_SALT = 4096
 Salt = Annotated[str, Range(le=MAX_SALT)]
-"""It is kept as long as a prefix with it."""
+"""A salt is kept as long as a prefix with it."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class LoadedAdapter:
     name: str
     folder: str
     rank: int
-    """The largest one of its projections."""
+    """The largest rank of its projections."""
     slot: int
     salt: str
-    """Put before the salts of its requests."""
+    """Prefix of the salts of its requests."""
 
 
 @names_arguments()
@@ -43,14 +43,14 @@ class RequestOptions:
     """
 
     guide: Guide | None = None
-    """What the answer may look like (JSON, a regex, one of some texts). Stop tokens may come only
+    """Form that the answer must have (JSON, a regex, one of some texts). Stop tokens may come only
     where it may end; where nothing else can follow, the answer ends with "stop"."""
 
     salt: Salt = ""
     """Prefixes are shared only between requests of equal salt, such as those of one tenant."""
 
     adapter: str | None = None
-    """Name of the engine's adapter that the request is computed with; None: the model alone.
+    """Name of the engine's adapter that the request is computed with; by default the model alone.
     Requests with other adapters share no prefixes."""
 
     cache_breakpoints: Annotated[Sequence[Positive], Range(le=MAX_BREAKPOINTS)] = ()
@@ -61,18 +61,18 @@ class RequestOptions:
     """Number of samples of the prompt, in `samples` of the result; they share one prefill."""
 
     priority: Priority = 0
-    """Waiting requests of lower numbers start first, and equal ones in order of arrival. It takes
-    nothing from a request that runs, or has run."""
+    """Waiting requests of lower numbers start first, and equal ones in order of arrival. Requests
+    that run, or have run, keep what they have."""
 
     tenant: str = ""
-    """Whose request it is. Those that wait with equal priority start by turns, one sample of each
-    tenant."""
+    """Owner of the request. Requests that wait with equal priority start by turns, one sample of
+    each tenant."""
 
     traceparent: str = ""
     """The caller's span, as W3C's Trace Context writes it, for `otlp_traces_endpoint`."""
 
     tracestate: str = ""
-    """What W3C's header of this name says besides; the spans keep it."""
+    """W3C's header of this name; the spans keep it."""
 
     def __post_init__(self) -> None:
         positions = self.cache_breakpoints
@@ -92,7 +92,7 @@ class RequestOptions:
         """Check what depends on the prompt and the engine.
 
         Raises:
-            ValueError: naming the value, the limit and the remedy. The guide is not checked here.
+            ValueError: the message names the value and the limit. The guide is not checked here.
         """
         if self.n > max_requests:
             raise ValueError(f"n is {self.n}; it must be at most max_requests={max_requests}.")

@@ -15,7 +15,7 @@ class OutputProcessor:
     fails on a request's text, also with a panic of native code, only this request ends.
 
     Args:
-        tokenizer: for text and stop strings; None: ids only.
+        tokenizer: for text and stop strings; without one, answers are ids only.
     """
 
     def __init__(self, tokenizer):
@@ -26,7 +26,7 @@ class OutputProcessor:
 
     def append(self, request: Request, sampled: Sampled) -> bool:
         """Append a drawn token with its log-prob, or fail the request if none could be drawn.
-        Returns whether the request is answered."""
+        Return whether the request is answered."""
         params, token = request.params, sampled.token
         if not request.num_generated and any(map(math.isnan, request.prompt_log_probs)):
             token = NOT_FINITE
@@ -76,7 +76,7 @@ class OutputProcessor:
             request.mark_failed(error)
 
     def write_text_of(self, request: Request) -> None:
-        """Give the request's outputs text, at a small cost per token."""
+        """Let the request's outputs have text, at a small cost per token."""
         if self.tokenizer is not None:
             detokenize = self._detokenize_of(request)
             self._growing[request] = GrowingText(detokenize, request.params.stop_words)
@@ -119,7 +119,7 @@ class OutputProcessor:
     def _detokenize_of(self, request: Request) -> Callable[[list[int]], str]:
         detokenize = self.tokenizer.detokenize
         if request.params.skip_special_tokens:
-            return detokenize  # which need not know of special tokens
+            return detokenize  # it need not know special tokens
         return partial(detokenize, skip_special_tokens=False)
 
     def _ends_with_stop_word(self, request: Request) -> bool:
@@ -158,7 +158,7 @@ class OutputProcessor:
 
 
 def _raise_interrupt(error: BaseException) -> None:
-    """Raise an error that is none of a tokenizer."""
+    """Raise an error that does not come from a tokenizer."""
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         raise error
 
@@ -179,8 +179,8 @@ class GrowingText:
         self._start = self._read = 0
 
     def add(self, new_tokens: Sequence[int]) -> str:
-        """Add tokens. Returns the text so far, without a possible beginning of a stop string or of
-        a character at its end."""
+        """Add tokens, and return the text so far, without a possible beginning of a stop string or
+        of a character at its end."""
         tokens = self._tokens
         tokens += new_tokens
         # A tokenizer may write its first token differently, without the space before it: so the

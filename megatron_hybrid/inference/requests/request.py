@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # it imports torch, and the scheduler does not
 
 _WIDTH = 80
 MAX_FAILURES = 3
-"""Failed steps in a row after which a request that did not get on fails with the last one."""
+"""Failed steps in a row after which a request that made no progress gets the last error."""
 
 
 class RequestStatus(StrEnum):
@@ -61,12 +61,12 @@ class GenerationResult:
     time_to_first_token: float | None = None
     total_time: float | None = None
     stop_reason: int | str | None = None
-    """The stop token of `stop_token_ids`, or the text of `stop_words`, that ended the answer; None:
-    the answer ended otherwise."""
+    """The stop token of `stop_token_ids`, or the text of `stop_words`, that ended the answer. It is
+    None if the answer ended otherwise."""
     error: str | None = None
     """Why this answer failed; the text is then None."""
     is_unsatisfiable: bool = False
-    """Whether it failed by what the request asks for, which leaves no token to draw."""
+    """Whether it failed since the request's own constraints left no token to draw."""
     draft_tokens: int = field(default=0, compare=False)
     """Drafts of the answer's tokens that were computed (`InferenceConfig.speculation`)."""
     accepted_draft_tokens: int = field(default=0, compare=False)
@@ -75,7 +75,7 @@ class GenerationResult:
     """Results of the n - 1 other samples, in the result of the first."""
 
     def __str__(self) -> str:
-        """Two lines of at most 80 columns: the answer, cut to fit, and its token counts."""
+        """Write two lines of at most 80 columns: the answer, cut to fit, and its token counts."""
         answer = self.token_ids if self.text is None else self.text
         head = f"request {self.request_id}: "
         if self.other_samples:
@@ -109,10 +109,10 @@ class RequestOutput:
     text: str
     """New text. A possible beginning of a stop string or of a character is held back for a later
     output. Text of an output is never changed later: with a tokenizer that falls back to single
-    bytes, `text` may differ in the character before an incomplete one at its end. A
-    request of `generate` has all its text in its last output."""
+    bytes, `text` may differ in the character before an incomplete one at its end. A request of
+    `generate` has all its text in its last output."""
     finish_reason: str | None
-    """Reason as in `GenerationResult`; None: the sample is not finished."""
+    """Reason as in `GenerationResult`, or None while the sample is not finished."""
     prefix: PrefixReport
     """Reused tokens of the prompt."""
     epoch: int
@@ -121,13 +121,13 @@ class RequestOutput:
     """The result, in the last output of the sample; None in earlier outputs. The result of the
     first sample has the other samples as far as they are generated."""
     log_probs: list[float] | None = None
-    """Log-probabilities of the tokens; None: the request did not ask for them."""
+    """Log-probabilities of the tokens, if the request asks for them."""
     top_n_logprobs: list[dict[int, float]] | None = None
-    """The most likely tokens at each position; None: the request did not ask for them."""
+    """The most likely tokens at each position, if the request asks for them."""
 
 
 def bits_of(tokens: Iterable[int], vocab_size: int) -> np.ndarray:
-    """Some tokens, as `Draw.allowed`."""
+    """Return the bits of some tokens, as in `Draw.allowed`."""
     bits = np.zeros(-(-vocab_size // 32) * 32, bool)
     bits[list(tokens)] = True
     return np.packbits(bits, bitorder="little").view(np.int32)
@@ -176,7 +176,7 @@ class RequestSpec:
     stop_ids: frozenset[int]
 
     def values(self) -> dict[str, object]:
-        """Return what all ranks must have in common of it, by name."""
+        """Return the values that all ranks must have in common, by name."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("params", "options"):
             part = given.pop(name)
@@ -279,7 +279,7 @@ class Request:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it may be what makes steps fail: two in a row did, and it has not got on."""
+        """Whether it may make steps fail: two in a row failed, and it has made no progress."""
         return self.num_failures >= MAX_FAILURES - 1 and not (self.done or self.got_on)
 
     def note_failure(self) -> None:
@@ -288,7 +288,7 @@ class Request:
         self.num_failures += 1
 
     def mark_failed(self, error: BaseException) -> None:
-        """End the request with an error of its own: its tokenizer's, or an `UnsatisfiableError`."""
+        """End the request with its own error: one of its tokenizer, or an `UnsatisfiableError`."""
         self.is_unsatisfiable = isinstance(error, UnsatisfiableError)
         self.error = str(error) if self.is_unsatisfiable else f"{type(error).__name__}: {error}"
         if self.finish_reason != "cancelled":
@@ -310,7 +310,7 @@ class Request:
         return self.generated_from(0)
 
     def generated_from(self, start: int) -> list[int]:
-        """Generated tokens without the first `start`."""
+        """Return the generated tokens without the first `start`."""
         return self.tokens[self.num_prompt_tokens + start : self.num_tokens].tolist()
 
     @property
@@ -339,7 +339,7 @@ class Request:
             point = self.seed, self.sample_index, self.num_tokens
             return Draw(params, *point, allowed=self.allowed)
         must_end_thought = self.thought is not None and self.thought.is_over(self)
-        # Where a guide is over, nothing but a stop token could be drawn.
+        # When a guide is over, only a stop token can be drawn.
         is_over = self.follow_guide()
         is_too_short = self.num_generated < params.min_tokens and not is_over
         bans_stops = is_too_short and not self._stops_are_text
@@ -366,9 +366,9 @@ class Request:
         return not depends and self.matcher is None and self.thought is None
 
     def draft_draws(self, drafts: Sequence[int]) -> list[Draw]:
-        """The draw after each draft, as if it and those before it had been drawn. Fewer than there
-        are drafts: the next one cannot be drawn, or it ends the answer, so that nothing is drawn
-        after it. The drafts lie in `tokens` after the known ones, as long as none is appended."""
+        """Return the draw after each draft, as if it and those before it had been drawn. The draws
+        end before a draft that cannot be drawn, or that ends the answer. The drafts lie in `tokens`
+        after the known ones, as long as none is appended."""
         num_tokens, thought, draws = self.num_tokens, self.thought, []
         self.thought = copy(thought)
         try:
@@ -390,7 +390,7 @@ class Request:
         return draws
 
     def _bad_ends(self) -> Iterator[int]:
-        """Tokens that would complete one of `bad_words_ids`."""
+        """Yield the tokens that would complete one of `bad_words_ids`."""
         runs = self.params.bad_words_ids
         longest = max(map(len, runs), default=0)
         tail = self.generated_from(max(0, self.num_generated - longest)) if longest > 1 else []
@@ -413,7 +413,7 @@ class Request:
         return self.matcher is not None and self.matcher.stops_are_text
 
     def follow_guide(self) -> bool:
-        """Let the guide's matcher, if there is one, see all generated tokens. Returns whether the
+        """Add all generated tokens to the guide's matcher, if there is one. Return whether the
         answer is complete.
 
         Raises:
@@ -425,7 +425,7 @@ class Request:
         return self.matcher.is_over
 
     def result(self) -> GenerationResult:
-        """The answer so far; final once `done`."""
+        """Return the answer so far; it is final once `done`."""
         scored, scores_prompt = self.params.return_log_probs, self.params.needs_prompt_logits
         lists_top = self.params.top_n_logprobs > 0
         first, added, ended = self.first_token_at, self.added_at, self.finished_at
@@ -455,5 +455,5 @@ class Request:
 
 
 def recompute_reason(params: SamplingParams) -> MissReason | None:
-    """Reason to compute all of a prompt, however much of it is cached; None: there is none."""
+    """Return the reason to compute all of a prompt, however much of it is cached, or None."""
     return MissReason.PROMPT_LOG_PROBS if params.needs_prompt_logits else None

@@ -43,13 +43,13 @@ class RequestView:
     """How many of these were drawn and kept."""
     miss_reason: MissReason | None
     edge: int = 0
-    """Number of the edge that spans its last known token, see `EdgeView`; 0: none is known."""
+    """Number of the edge that spans its last known token, see `EdgeView`, or 0."""
     last_tokens: list[int] = field(default_factory=list)
     """Last tokens of the prompt, as many as were asked for."""
 
 
 def view_request(request: Request) -> RequestView:
-    """The view of a request, without its edge and tokens."""
+    """Make the view of a request, without its edge and tokens."""
     report, ended_at = request.lease_report, request.finished_at
     first = request.first_token_at
     return RequestView(
@@ -88,7 +88,7 @@ class EndedRequests:
         edge_number: Callable[[np.ndarray, str], int],
         num_tokens: int,
     ) -> list[RequestView]:
-        """Views of requests and, after them, of those that ended, the last one first.
+        """Return views of requests and, after them, of those that ended, the last one first.
 
         Args:
             live: in order; answered ones are left out.

@@ -1,4 +1,4 @@
-"""DraftPlanner: which decodes of a step go on by drafts, and by how many."""
+"""DraftPlanner: chooses which decodes of a step have drafts, and how many."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ class DraftPlanner:
 
     Args:
         cache: lends room for them.
-        drafts: of the decodes; None: there are none.
+        drafts: of the decodes, if there are any.
     """
 
     def __init__(self, cache: PrefixCache, drafts: Drafts | None):
@@ -34,8 +34,8 @@ class DraftPlanner:
         """Accepted drafts by their place in a step, from 0."""
 
     def lengths(self, builder: PlanBuilder, running: Sequence[Request]) -> dict[Request, int]:
-        """The drafts of each decode that may have some, as many as pay; none if those that are
-        computed before the step do not pay together."""
+        """Choose how many drafts each decode may have, as many as pay. There are none if drafts
+        that are computed before the step do not pay together."""
         if self.drafts is None:
             return {}
         decodes = [
@@ -62,9 +62,9 @@ class DraftPlanner:
         return lengths if pay else {}
 
     def prepare(self, lengths: Mapping[Request, int]) -> None:
-        """Have the drafts of all decodes computed that are computed before the step, as far as
-        pages are free. It writes pages, so it comes before the plan moves any; the plan has them
-        again."""
+        """Compute the drafts of all decodes, if the drafter computes them before the step, as far
+        as pages are free. It writes pages, so it comes before the plan moves any. The plan can use
+        these pages again."""
         if not lengths or not self.drafts.are_prepared:
             return
         try:
@@ -77,18 +77,18 @@ class DraftPlanner:
     def plan(
         self, builder: PlanBuilder, lengths: Mapping[Request, int], num_decodes: int, budget: int
     ) -> None:
-        """Let decodes go on by drafts, by what the planned step leaves: tokens of its budget, and
-        pages that are free. So a step does the same next to them as without them.
+        """Add drafts to decodes, as far as the planned step leaves tokens of its budget and free
+        pages. So the rest of the step is the same as without drafts.
 
         Args:
-            lengths: of `lengths`.
+            lengths: result of `lengths`.
             num_decodes: of the step.
             budget: tokens that the step has room for.
         """
         found, left = [], budget
         for chunk in builder.chunks:
             request = chunk.request
-            # What a restore without memory has drawn is void, so nothing may be appended to it.
+            # Draws after a restore without memory are void, so nothing may be appended to them.
             if not chunk.draws or request in builder.restores or chunk.end - chunk.start > 1:
                 continue
             most = min(left, lengths.get(request, 0))
@@ -110,8 +110,8 @@ class DraftPlanner:
         chunk.request.draft_length.note(len(chunk.draft_draws), chunk.num_accepted)
 
     def _lend(self, request: Request, num_drafts: int) -> int:
-        """Get room for drafts after the known tokens of a request, until the step's end. Returns
-        for how many of them there is some."""
+        """Borrow room for drafts after the known tokens of a request, until the step's end. Return
+        the number of drafts that have room."""
         end = start = request.num_tokens
         with optional_decision(lambda error: None):
             end = self._cache.lend(request.lease, start, start + num_drafts)

@@ -31,16 +31,16 @@ class Chunk:
     start: int
     end: int
     draws: bool
-    """The known tokens end with its last row, so the next token is drawn."""
+    """Whether the known tokens end with its last row, so that the next token is drawn."""
     draft_draws: list[Draw] = field(default_factory=list)
     """Draws of drafts, as `Work.draft_draws`; the drafts lie after the request's known tokens."""
     num_accepted: int = 0
     """Drafts that are in the answer, after the forward."""
     has_ended: bool = False
-    """The last of them has ended the answer."""
+    """Whether the last of them has ended the answer."""
     reservations: list[Reservation] = field(default_factory=list)
     source: int = -1
-    """Number as `Work.source`: its only token is not known yet."""
+    """Number as `Work.source`, if its only token is not known yet."""
 
     @property
     def last(self) -> int:
@@ -49,8 +49,8 @@ class Chunk:
 
     @property
     def last_computed(self) -> int:
-        """The end of its accepted drafts, without one that has ended the answer: as the last token
-        of other answers, that one is not computed yet."""
+        """The end of its accepted drafts, without one that has ended the answer: like the last
+        token of other answers, that one is not computed yet."""
         return self.end + self.num_accepted - self.has_ended
 
     def saves(self) -> list[Save]:
@@ -94,7 +94,7 @@ def tables_of(lease: Lease) -> list[np.ndarray]:
 
 
 def copies_of(lease: Lease) -> tuple[np.ndarray, np.ndarray]:
-    """Source and target pages of a new lease's copies, int32 [n] each."""
+    """Return source and target pages of a new lease's copies, int32 [n] each."""
     nothing = np.empty(0, np.int32)
     return (
         np.concatenate([nothing, *(copy.src_pages for copy in lease.copies)]),
@@ -103,7 +103,7 @@ def copies_of(lease: Lease) -> tuple[np.ndarray, np.ndarray]:
 
 
 def draws_of(request: Request) -> dict[int, Draw]:
-    """Draws of a request and of the samples to fork from it, by request id."""
+    """Return the draws of a request and of the samples to fork from it, by request id."""
     draws = {request.request_id: request.draw()}
     for sibling in request.siblings:
         draws[sibling.request_id] = sibling.draw()
@@ -127,9 +127,9 @@ class PlanBuilder:
     launched: dict[Request, int] = field(default_factory=dict)
     """The end of each request's tokens that the step before computes, if that one still runs."""
     is_ahead: bool = False
-    """The step is planned while the one before runs, and so preempts nobody."""
+    """Whether the step is planned while the one before runs; then it preempts nobody."""
     is_short: bool = False
-    """It lacks a row of a running request: there is no room, or its token was drawn again."""
+    """Whether a running request has no row, for lack of room or as its token was drawn again."""
 
     def start_of(self, request: Request) -> int:
         """Return the first of a request's tokens that no step before this one computes."""
@@ -143,7 +143,7 @@ class PlanBuilder:
         self.chunks = [each for each in self.chunks if each.request.request_id != request_id]
 
     def remove(self, request: Request) -> None:
-        """Take out a request that was preempted, or ended, while the step was planned."""
+        """Remove a request that was preempted, or ended, while the step was planned."""
         self.drop_chunk(request.request_id)
         self.num_tokens = sum(chunk.last - chunk.start for chunk in self.chunks)
         self.ready = [ready for ready in self.ready if ready is not request]

@@ -1,4 +1,4 @@
-"""The states that steps save, from their room in the pool until others see them."""
+"""The states that steps save, from their reservation in the pool until they are published."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -14,7 +14,7 @@ from megatron_hybrid.utils.out_of_memory import optional_decision
 
 
 def reserve_states(cache: PrefixCache, chunks: Iterable[Chunk], captures_left: int) -> None:
-    """Reserve room for the states to save of these chunks of a step; those without room are left
+    """Reserve room for the states that these chunks of a step save. States without room are left
     out. captures_left: states that may be captured inside the forward."""
     later = []
     for chunk in chunks:
@@ -36,8 +36,8 @@ def reserve_states(cache: PrefixCache, chunks: Iterable[Chunk], captures_left: i
 
 
 def _reserve_of(cache: PrefixCache, chunk: Chunk, positions: list[int], most: int) -> int:
-    """Reserve room for the states of a chunk at these positions. Returns how many of them lie
-    inside of it, `most` at most."""
+    """Reserve room for the states of a chunk at these positions. Return how many of them lie
+    inside of it, at most `most`."""
     lease, end = chunk.request.lease, chunk.end
     inside = [position for position in positions if position < end]
     if len(inside) > most:
@@ -54,7 +54,7 @@ def _reserve_of(cache: PrefixCache, chunk: Chunk, positions: list[int], most: in
 
 
 def reserve_state(cache: PrefixCache, lease: Lease, position: int) -> Reservation | None:
-    """Reserve room for one state; None: it is declined."""
+    """Reserve room for one state, or return None."""
     reservation = None
     with _optional(cache, lease, position):
         reservation = cache.reserve_checkpoint(lease, position)
@@ -62,15 +62,15 @@ def reserve_state(cache: PrefixCache, lease: Lease, position: int) -> Reservatio
 
 
 def _optional(cache: PrefixCache, lease: Lease, position: int) -> AbstractContextManager[None]:
-    """Context of saving a state: for lack of memory it is declined."""
+    """Return a context for saving a state, which is declined for lack of memory."""
     return optional_decision(lambda error: cache.decline(lease, [position]))
 
 
 def publish_states(
     cache: PrefixCache, request: Request, reservations: list[Reservation], result: StepResult
 ) -> None:
-    """Publish saved states, and release the reservations of others: of unsaved ones, and of
-    those after a rejected draft."""
+    """Publish saved states, and release the reservations of unsaved ones and of those after a
+    rejected draft."""
     for reservation in reservations:
         position = reservation.position
         if position > request.num_computed:

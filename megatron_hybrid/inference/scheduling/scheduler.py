@@ -2,10 +2,9 @@
 
 `Scheduler.schedule` reads top to bottom as the policy: decodes first, then running prefills, then
 waiting requests by priority and arrival, then drafts, all under one token budget, of which long
-prompts leave a part to short ones.
-`Scheduler.complete` records
-the results of a step. It moves no bytes itself: all moves are in the plan. Decisions depend only on
-the order of requests and on numbers that are equal on all ranks.
+prompts leave a part to short ones. `Scheduler.complete` records the results of a step. The
+scheduler moves no bytes itself: all moves are in the plan. Decisions depend only on the order of
+requests and on numbers that are equal on all ranks.
 """
 
 import math
@@ -63,8 +62,8 @@ class RestoreFailedError(MemoryError):
 
 
 def max_captures(spec: CacheSpec, max_requests: int, max_tokens: int) -> int:
-    """Most states captured inside a forward. They take the memory of the live slots, and as much as
-    the KV of `max_tokens` tokens."""
+    """Return the largest number of states captured inside a forward. They take as much memory as
+    the live slots and the KV of `max_tokens` tokens."""
     kv_bytes = max_tokens * spec.kv_bytes_per_token
     return max(MIN_CAPTURES, max_requests) + kv_bytes // spec.slot_bytes
 
@@ -78,7 +77,7 @@ class Scheduler:
         max_requests: number of live slots.
         max_tokens: token budget of one forward pass.
         short_prompt_share: part of it that long prompts leave to short ones.
-        drafts: of the decodes; None: there are none.
+        drafts: of the decodes, if there are any.
         drafts_need_hidden: whether drafts follow from the hidden states of the tokens before.
     """
 
@@ -146,8 +145,8 @@ class Scheduler:
         return builder.plan(self.fetches.take_loads())
 
     def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """Plan the step after `plan`, the current one, while it runs; `go_on` completes it.
-        None: it depends on what that one draws, or on room that others have to give up."""
+        """Plan the step after `plan`, the current one, while it runs; `go_on` completes it. Return
+        None if it depends on draws of the current step, or on room that others have to give up."""
         waits_for_tiers = self.fetches.is_busy or bool(self.waiting and self.fetches.tiers)
         if self._drew_again or self._suspects or waits_for_tiers or not self.ahead.may_follow(plan):
             return None
@@ -208,8 +207,8 @@ class Scheduler:
                 self.num_prefix_waits += 1
                 last_priority = min(last_priority, request.options.priority)  # equals overtake it
                 continue
-            # In order of priority and arrival: none overtakes a request that lacks room, also for
-            # its fetch.
+            # In order of priority and arrival: no request overtakes one that lacks room, for itself
+            # or for its fetch.
             if self._waits_for_fetch(builder, request, can_start):
                 blocked = blocked or request.fetch.lacks_room
                 num_coming += request.fetch.is_coming  # its slot is taken: it starts on arrival
@@ -239,12 +238,12 @@ class Scheduler:
         return self.max_tokens - builder.num_tokens - kept
 
     def _longest(self, builder: PlanBuilder, request: Request) -> int:
-        """Most tokens of a request that the step has room for."""
+        """Return the most tokens of a request that the step has room for."""
         return min(self._budget(builder), request.longest_forward)
 
     def _tests_a_suspect(self) -> bool:
-        """Return whether a request runs that two failed steps are blamed on. No other starts: if
-        the next step fails, too, it was this one."""
+        """Return whether a request runs that was blamed for two failed steps. Then no other one
+        starts: if the next step fails, too, this request was the cause."""
         if self._suspects:
             self._suspects = {request: None for request in self._suspects if request.is_suspect}
         return any(request.lease is not None for request in self._suspects)
@@ -282,8 +281,8 @@ class Scheduler:
         return True
 
     def _admit(self, builder: PlanBuilder, request: Request) -> bool:
-        """Give a waiting request a lease and a slot, and its first chunk. False: no room now, or
-        an allocation failed while others run, which must not fail with it."""
+        """Give a waiting request a lease, a slot and its first chunk. Return False if there is no
+        room now, or if an allocation failed while others run, which must not fail with it."""
         try:
             return self._try_to_admit(builder, request)
         except Exception as error:
@@ -351,10 +350,10 @@ class Scheduler:
     # Fetching ----------------------------------------------------------------------------------
 
     def _waits_for_fetch(self, builder: PlanBuilder, request: Request, can_start: bool) -> bool:
-        """Return whether a part of its prompt is being fetched from a tier.
+        """Return whether a part of the request's prompt is being fetched from a tier.
 
-        It is read ahead, but loaded into the pool only when the request can start: earlier, it
-        would evict the fetches of requests before it, and be evicted itself.
+        The part is read ahead, but loaded into the pool only when the request can start. Earlier,
+        it would evict the fetches of requests before it, and be evicted itself.
         """
         if not self.fetches.tiers or not request.starts_from_cache:
             return False
@@ -386,8 +385,8 @@ class Scheduler:
         accepted: dict[int, list[Sampled]],
         append: Callable[[Request, Sampled], bool],
     ) -> list[Request]:
-        """Append the accepted drafts of the plan, before `complete`: what an answer has after its
-        end is neither computed nor committed.
+        """Append the accepted drafts of the plan. Call it before `complete`, so that drafts after
+        the end of an answer are neither computed nor committed.
 
         Args:
             accepted: `StepResult.accepted`.
@@ -408,7 +407,7 @@ class Scheduler:
 
     def complete(self, result: StepResult) -> list[Request]:
         """Record the results of the last plan: blocks and saved states become visible to others.
-        Returns the requests with a token in `result.sampled`, each before its forks."""
+        Return the requests with a token in `result.sampled`, each before its forks."""
         builder, self._current = self._current, PlanBuilder()
         if result.sampled:  # else these are moves
             self._drew_again = bool(result.again) or builder.is_short
@@ -429,12 +428,12 @@ class Scheduler:
                 log_probs, top_n_logprobs = result.prompt_scores[request.request_id]
                 request.prompt_log_probs += log_probs
                 request.prompt_top_n_logprobs += top_n_logprobs
-            # One by one: after several tokens they would become visible at once.
+            # One token at a time: else several would become visible at once.
             lease = request.lease
             for end in range(chunk.end, chunk.last_computed + 1):
                 request.num_computed = end
                 self.cache.commit(lease, request.tokens, end)
-            if lease.own_blocks is not None:  # drafts have lent some
+            if lease.own_blocks is not None:  # some are lent to drafts
                 self.cache.settle(lease)
             if chunk.reservations:
                 publish_states(self.cache, request, chunk.reservations, result)
@@ -455,8 +454,8 @@ class Scheduler:
         return owners
 
     def _note_restored(self, builder: PlanBuilder, result: StepResult) -> None:
-        """Unpin the sources of restores. A request whose restore lacked memory is queued again: to
-        start from the cache or, if that failed, from its first token.
+        """Unpin the sources of restores. A request whose restore lacked memory is queued again. It
+        starts from the cache or, if that failed, from its first token.
 
         Raises:
             RestoreFailedError: a restore from the cache failed, and no other request runs.
@@ -478,10 +477,8 @@ class Scheduler:
             self._requeue(request)
 
     def fork(self, request: Request) -> list[Request]:
-        """Fork the request's further samples from its live slot, right after its prefill.
-
-        Returns the forked samples; those without room are queued and start from the cache later.
-        """
+        """Fork the request's further samples from its live slot, right after its prefill, and
+        return the forked ones. Those without room are queued and start from the cache later."""
         started, queued = [], []
         try:
             while request.siblings:
@@ -512,12 +509,12 @@ class Scheduler:
         return started
 
     def fail(self) -> list[Request]:
-        """Roll back a failed step (`abort`), and blame it: on the request that was being admitted,
-        or else on the suspect that ran, or else on all that ran, or else on the first in line.
+        """Roll back a failed step (`abort`), and blame the request that was being admitted, or else
+        the suspect that ran, or else all that ran, or else the first in line.
 
         Two steps in a row that fail may have any cause, so all requests start again together. Then
-        they start one at a time, so that the third one tells which of them it is. Returns the
-        requests that were blamed for `MAX_FAILURES` in a row, to be cancelled.
+        they start one at a time, so that a third failure identifies the cause. Return the requests
+        that were blamed for `MAX_FAILURES` in a row, to be cancelled.
         """
         self.num_failures += 1
         running = [request for request in self.running if not request.done]
@@ -558,17 +555,17 @@ class Scheduler:
                 request.prompt_log_probs, request.prompt_top_n_logprobs = [], []
 
     def finish(self, request: Request) -> None:
-        """End an answered request, once its last state is saved; its last token may need one more
-        forward pass for that."""
+        """End an answered request as soon as its last state is saved. Its last token may need one
+        more forward pass for that."""
         request.status = RequestStatus.CLOSING
         if self.ahead.computes(request):
-            return  # its last token, if that is wanted or not
+            return  # the step ahead has its last token, whether that is wanted or not
         if self.cache.mode != "restore" or request.num_computed == request.num_tokens:
             self._end(request)
 
     def cancel(self, request: Request) -> None:
-        """Take the request out. Its computed tokens stay cached, with its last state if that is
-        worth its room."""
+        """Remove a request. Its computed tokens stay cached, with its last state if that is worth
+        its room."""
         self._unqueue(request)
         try:
             if request.fetch is not None:
@@ -582,7 +579,7 @@ class Scheduler:
                 self._end(request)
 
     def _end(self, request: Request) -> None:
-        """End a running request: with the next plan if its state is worth its room, else now."""
+        """End a running request with the next plan if its state is worth its room, else now."""
         if request in self._next.restores:  # a fork that was not executed yet
             self._next.remove(request)
             self._end_lease(request)
@@ -630,7 +627,7 @@ class Scheduler:
         self.cache.release(self._take_lease(request))
 
     def _take_lease(self, request: Request) -> Lease:
-        """Take a request out of `running` and free its slot. Returns its lease, to release."""
+        """Take a request out of `running`, free its slot, and return its lease, to release."""
         lease, request.lease = request.lease, None
         self.running.remove(request)
         self.free_slots.append(request.slot)
@@ -641,7 +638,7 @@ class Scheduler:
 
     def _preempt(self, builder: PlanBuilder, request: Request) -> None:
         """Take the pages of a running request and queue it again. Its bytes are parked in host
-        memory, to continue at the same token; if they cannot be, it starts from the cache."""
+        memory, to continue at the same token. If that fails, it starts from the cache."""
         self.num_preemptions += 1
         request.num_preemptions += 1
         builder.remove(request)
@@ -664,7 +661,8 @@ class Scheduler:
             self.waiting.put_first(request)
 
     def _resume_parked(self, builder: PlanBuilder, request: Request) -> bool:
-        """Readmit a parked request at the token where it stopped. False: no room."""
+        """Readmit a parked request at the token where it stopped, or return False for lack of
+        room."""
         done = request.parked_tokens
         lease = self.cache.resume(
             request.lease_before,

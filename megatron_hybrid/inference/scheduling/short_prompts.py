@@ -10,8 +10,8 @@ from megatron_hybrid.inference.scheduling.plan_builder import PlanBuilder
 def short_prompts(
     cache: PrefixCache, share: int, prefills: Sequence[Request], waiting: Iterable[Request]
 ) -> dict[Request, int]:
-    """Return the tokens of each prompt that comes before a running prefill of more tokens than the
-    share: running ones first, as many as fit in the share.
+    """Choose the prompts that come before a running prefill of more tokens than the share, and
+    return the tokens of each: running ones first, as many as fit in the share.
 
     share: tokens of the step, see `InferenceConfig.short_prompt_share`.
     """
@@ -29,7 +29,7 @@ def short_prompts(
 
 
 def _start_of(cache: PrefixCache, request: Request) -> int:
-    """Return how many of its tokens need not be computed, as far as is known by now."""
+    """Count the tokens of a request that need not be computed, as far as is known by now."""
     if request.lease is not None or request.parked_tokens:
         return request.parked_tokens or request.num_computed
     tokens, reason = request.tokens[: request.num_tokens], request.recompute_reason
@@ -37,8 +37,8 @@ def _start_of(cache: PrefixCache, request: Request) -> int:
 
 
 def leave_rest(cache: PrefixCache, builder: PlanBuilder, budget: int) -> None:
-    """Let prefills take the tokens that short prompts have left, because they could not start, as
-    far as there is room without preempting others."""
+    """Give prefills the tokens that were kept for short prompts which could not start, as far as
+    there is room without preempting others."""
     for chunk in builder.chunks:
         request, length = chunk.request, chunk.end - chunk.start
         if request.status is not RequestStatus.PREFILL:

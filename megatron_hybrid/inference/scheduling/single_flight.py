@@ -19,9 +19,9 @@ def waits_for_prefill(
 
     Args:
         cache: of the requests.
-        request: that waits.
-        running: all that run.
-        start_of: the first token of a running one that no launched step computes.
+        request: the one that waits.
+        running: all running requests.
+        start_of: gives the first token of a running request that no launched step computes.
     """
     if cache.mode != "restore" or not request.starts_from_cache:
         return False
@@ -53,7 +53,7 @@ def waits_for_prefill(
 def _position_in_flight(
     cache: PrefixCache, other: Request, common: int, resume: int, start: int
 ) -> int:
-    """Deepest position <= `common` that the running prefill `other` will make restorable.
+    """Find the deepest position <= `common` that the running prefill `other` makes restorable.
 
     If the junction lies after the states that `other` will save, ask it to save one there: the
     junction is known before the prefill reaches it. start: its first token that is not launched.

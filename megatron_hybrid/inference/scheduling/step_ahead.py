@@ -22,8 +22,8 @@ class StepAhead:
         """The step, if it is launched."""
 
     def may_follow(self, plan: StepPlan) -> bool:
-        """Return whether a step can be planned while `plan`, the current one, runs: not where it
-        moves requests aside or back, has drafts, scores a prompt, or lets samples fork."""
+        """Return whether a step can be planned while `plan`, the current one, runs. It cannot if
+        `plan` parks or unparks requests, loads, has drafts, scores a prompt, or forks samples."""
         return not (
             plan.parks
             or plan.loads
@@ -33,7 +33,7 @@ class StepAhead:
         )
 
     def begin(self, current: PlanBuilder) -> PlanBuilder:
-        """Return the step without any work."""
+        """Begin the step, without any work."""
         launched = {chunk.request: chunk.end for chunk in current.chunks}
         launched |= {request: request.num_tokens for request in current.ready}
         self.builder = PlanBuilder(launched=launched, is_ahead=True)
@@ -47,8 +47,8 @@ class StepAhead:
         Args:
             builder: of the step; `is_short` is set where a row has no room.
             plan: the current one.
-            running: all that run, in order.
-            most: rows.
+            running: all running requests, in order.
+            most: largest number of rows.
         """
         sources = {owner: number for number, (owner, _) in enumerate(plan.draws())}
         for request in running:
@@ -68,8 +68,8 @@ class StepAhead:
             builder.add(Chunk(request, start, start + 1, draws, source=source))
 
     def _goes_on(self, request: Request) -> bool:
-        """Return whether a request has a row after the token that the current step draws for it, if
-        that does not end it. An answer that ends by its length needs one for its last state."""
+        """Return whether a request has a row after the token that the current step draws, if that
+        token does not end it. An answer that ends by its length needs a row for its last state."""
         left = request.params.num_tokens_to_generate - request.num_generated
         is_closing = request.status is RequestStatus.CLOSING
         return not is_closing and (left > 1 or (left == 1 and self._cache.mode == "restore"))
@@ -80,8 +80,8 @@ class StepAhead:
         return any(chunk.request is request for chunk in chunks)
 
     def drop_void(self, plan: StepPlan, result: StepResult) -> None:
-        """Take out what has nothing to compute: its request has ended before, its token was drawn
-        again, or it could not be restored.
+        """Remove the rows of requests that have ended before, whose token was drawn again, or that
+        could not be restored.
 
         Args:
             plan: of the step.

@@ -51,11 +51,11 @@ class Restore:
     request_id: int
     slot: int
     sources: np.ndarray
-    """int32 [n]: pages of blocks that are shared in part."""
+    """Pages of blocks that are shared in part, int32 [n]."""
     targets: np.ndarray
-    """int32 [n]: the request's own pages for copies of them."""
+    """The request's own pages for copies of them, int32 [n]."""
     checkpoint_pages: np.ndarray | None = None
-    """int32 [checkpoint_pages]: to load into the live slot."""
+    """Pages to load into the live slot, int32 [checkpoint_pages]."""
     source_slot: int | None = None
     """The live slot to fork from. Without it and a checkpoint the request starts from zeros."""
 
@@ -90,20 +90,20 @@ class Work:
     """Draws from the row of the last known token, by request id: for the request, and for the
     samples to fork from it."""
     draft_draws: list[Draw] = field(default_factory=list)
-    """The last tokens are so many drafts. One draw from the row of each, which counts if this draft
-    and those before it are what the rows before them draw."""
+    """One draw from the row of each draft; so many last tokens are drafts. A draw counts if this
+    draft and those before it are what the rows before them draw."""
     scored: Scored | None = None
     """Prompt tokens that need a log-probability."""
     saves: list[Save] = field(default_factory=list)
     """States to save at positions in (start, end], ascending."""
     adapter_slot: int = -1
-    """The slot of the request's adapter; -1: it has none."""
+    """The slot of the request's adapter, or -1."""
     source: int = -1
-    """Number of the draw of the step before that draws its token, where it is launched ahead and
-    `tokens` do not have that token yet. -1: they do."""
+    """Number of the draw in the step before that draws its token, if this step is launched ahead
+    and `tokens` do not have that token yet, or -1."""
     stops: tuple[int, ...] = ()
-    """Tokens that a row with a `source` does not compute, as it does none below 0: its request has
-    ended before them."""
+    """Tokens that a row with a `source` does not compute, as the request has ended before them. It
+    computes none below 0 either."""
 
     @property
     def end(self) -> int:
@@ -116,8 +116,8 @@ class Work:
 
     @property
     def captures(self) -> list[int]:
-        """Positions before the end whose states the forward keeps, ascending: those to save, and
-        with drafts, which begin at the last known token, all at which they may be rejected."""
+        """Positions before the end whose states the forward keeps, ascending: without drafts those
+        to save, with drafts all at which a draft may be rejected."""
         if self.draft_draws:
             return list(range(self.end - len(self.draft_draws), self.end))
         return [save.position for save in self.saves if save.position < self.end]
@@ -125,7 +125,7 @@ class Work:
 
 @dataclass
 class Ready:
-    """A request that draws without a forward: a checkpoint holds its last hidden state."""
+    """A request that draws without a forward, as a checkpoint holds its last hidden state."""
 
     request_id: int
     slot: int
@@ -161,7 +161,7 @@ class StepPlan:
         return bool(moves or self.work or self.ready)
 
     def draws(self) -> list[tuple[int, Draw]]:
-        """All draws of the step, each with its request's id, in the order of the logits."""
+        """List all draws of the step, each with its request's id, in the order of the logits."""
         found = []
         for work in self.work:
             found += work.draws.items()
@@ -169,7 +169,7 @@ class StepPlan:
         return found + [drawn for ready in self.ready for drawn in ready.draws.items()]
 
     def save_keys(self) -> list[tuple[int, int]]:
-        """Request id and position of each save, as in `StepResult.unsaved`."""
+        """List the request id and position of each save, as in `StepResult.unsaved`."""
         inside = [(work.request_id, save.position) for work in self.work for save in work.saves]
         return inside + [(save.request_id, save.position) for save in self.saves]
 
@@ -189,7 +189,7 @@ class StepResult:
     unrestored: dict[int, str] = field(default_factory=dict)
     """Restores that lacked memory, by request id; what these requests drew and saved is void."""
     again: set[int] = field(default_factory=set)
-    """Ids of requests whose token was drawn again: a step that was launched ahead has another."""
+    """Ids of requests whose token was drawn again; a step launched ahead has another token."""
     prompt_scores: dict[int, tuple[list[float], list[dict[int, float]]]] = field(
         default_factory=dict
     )

@@ -10,9 +10,9 @@ _place = itemgetter(0)
 
 
 class WaitingQueue(Collection[Request]):
-    """First the requests that come back, of which the last one is first; then new ones, those of
-    the lowest `priority` first. Among equal ones the tenants take turns, each with one sample, and
-    the requests of one tenant keep their order of arrival.
+    """The waiting requests in order: those that come back, the last one first, then new ones, those
+    of the lowest `priority` first. Among equal ones the tenants take turns, each with one sample,
+    and the requests of one tenant keep their order of arrival.
 
     Wherever an exception stops `add` or `discard` (a second Ctrl-C takes effect at once), `discard`
     then takes the request out."""
@@ -36,11 +36,11 @@ class WaitingQueue(Collection[Request]):
         insort(self._new, (place, request), key=_place)
 
     def put_first(self, request: Request) -> None:
-        """Queue a request that had a slot, or samples of one."""
+        """Queue a request as the first one, as it had a slot, or another of its samples had."""
         self._back.append(request)
 
     def discard(self, request: Request) -> None:
-        """Take a request out, if it is in."""
+        """Remove a request, if it is in the queue."""
         if request in self._back:  # the ValueError of `remove` would print the request
             self._back.remove(request)
             return

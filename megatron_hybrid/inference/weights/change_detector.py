@@ -69,14 +69,14 @@ class WeightWatch:
         self._num_changes += 1
 
     def has_changed(self) -> bool:
-        """Return whether the weights may differ from the last accepted ones. Waits for no device;
-        takes about 0.2 us for each module and parameter."""
+        """Return whether the weights may differ from the last accepted ones. It waits for no device
+        and takes about 0.2 us for each module and parameter."""
         return bool(self._gone) or any(map(operator.ne, self._marks(), self._accepted))
 
     def _marks(self) -> Iterator[list]:
-        """Ids of modules and tensors, numbers of hooks (each process gives a number once), and
-        functions set as `forward`; then, of the same tensors, addresses of memory and counters of
-        writes."""
+        """Yield ids of modules and tensors, numbers of hooks (each process gives a number once) and
+        functions set as `forward`; then addresses of the memory of the same tensors, then their
+        counters of writes."""
         flat = chain.from_iterable
         mark: list = [self._model.num_weight_changes, self._num_changes, any(self._empty)]
         mark += map(id, flat(map(dict.values, self._children)))
@@ -99,8 +99,8 @@ class WeightWatch:
 
 
 def unrecorded_calls(model: nn.Module) -> list[Callable]:
-    """What runs with the modules of a model, and may not in a recording of it: functions set as
-    `forward`, and hooks but for the engine's own."""
+    """List the functions set as `forward`, and the hooks of others than the engine. They run with
+    the modules of a model, but may not run in a recording of it."""
     modules = list(model.modules())
     hooks = chain.from_iterable(map(forward_hooks, modules))
     found = [*hooks, _global_forward_hooks, _global_forward_pre_hooks]
@@ -109,12 +109,12 @@ def unrecorded_calls(model: nn.Module) -> list[Callable]:
 
 
 def forward_hooks(module: nn.Module) -> tuple[dict, dict]:
-    """The hooks that may change what a module computes, by number."""
+    """Return the hooks that may change what a module computes, by number."""
     return module._forward_pre_hooks, module._forward_hooks
 
 
 def _memory(tensor: Tensor | None) -> int:
-    """Start of the memory of a tensor, or of the one that it is a view of; 0: it has none."""
+    """Return the start of the memory of a tensor, or of the one that it is a view of, or 0."""
     if type(tensor) not in _WITH_MEMORY:
         return 0
     return tensor.untyped_storage().data_ptr()

@@ -62,7 +62,7 @@ def open_folder(
 
 
 def _computation(model: nn.Module) -> list[list]:
-    """Name and class of each module, and the names of its hooks and of a `forward` of its own."""
+    """List name and class of each module, with the names of its hooks and of its own `forward`."""
     return [
         [
             path,
@@ -75,7 +75,7 @@ def _computation(model: nn.Module) -> list[list]:
 
 
 def _name(value: object) -> str:
-    """Return the name of a class or function; of another object, that of its class."""
+    """Return the name of a class or function, or for another object that of its class."""
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
 
@@ -95,7 +95,7 @@ def weights_hash(model) -> str:
 
 @torch.no_grad()
 def hash_of(tensor: Tensor) -> int:
-    """Hash the bits of a tensor, below 2^64."""
+    """Hash the bits of a tensor into a number below 2^64."""
     flat = tensor.detach().contiguous().flatten()
     if not flat.numel():
         return 0
@@ -114,8 +114,8 @@ def hash_of(tensor: Tensor) -> int:
 
 
 def sample_hash(tensor: Tensor) -> int:
-    """Hash 4,096 to 8,191 elements that are spread over a tensor, or all of a smaller one; 0 if
-    it has none, or they have more than 8 bytes."""
+    """Hash 4,096 to 8,191 elements that are spread over a tensor, or all of a smaller one. The hash
+    is 0 if there are none, or if they have more than 8 bytes."""
     flat = tensor.detach().reshape(-1)
     if flat.is_meta or flat.element_size() > 8:
         return 0

@@ -56,17 +56,17 @@ class WeightLoader:
         self.checks = _Pass(self, writes=False)
         """Takes each tensor first; its bytes may be unknown (meta)."""
         self.writes = _Pass(self, writes=True)
-        """Takes a tensor that was checked, and writes it as soon as all are there that belong to
-        it."""
+        """Takes a tensor that was checked, and writes it as soon as all others that belong to it
+        have come."""
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """Dtype that a given tensor has in this rank's part of the model; None: it is not there."""
+        """Return the dtype that a given tensor has in this rank's part of the model, or None."""
         number, _ = self.names.find(name) or (None, name)
         ours = () if number is None else self.names.maps[number].ours
         return next((self.own[each].dtype for each in ours if each in self.own), None)
 
     def write_piece(self, name: str, whole: Tensor) -> None:
-        """Write this rank's piece of a whole tensor of ours; where it is packed, to nearest."""
+        """Write this rank's piece of a whole tensor of ours, rounded to nearest if it is packed."""
         if isinstance(self.own[name], PackedWeight):
             for part, value in self.model.packed_source.requantize(name, whole):
                 copy_piece(value, self.parts[part], self.model)
@@ -74,7 +74,7 @@ class WeightLoader:
             copy_piece(whole, self.own[name], self.model)
 
     def holds(self, name: str, whole: Tensor) -> bool:
-        """Return whether a packed weight of this rank is what `write_piece` would make of it."""
+        """Return whether a packed weight of this rank equals what `write_piece` would write."""
         pieces = (
             (self.parts[part], own_piece(value, self.parts[part], self.model.pg_collection))
             for part, value in self.model.packed_source.requantize(name, whole)
@@ -83,7 +83,7 @@ class WeightLoader:
 
 
 class _Names:
-    """Which tensors of a model a name belongs to.
+    """Finds the tensors of a model that a name belongs to.
 
     Args:
         experts: names of all tensors of all ranks, and the number of experts that one holds.
@@ -117,8 +117,8 @@ class _Names:
                 self._numbers.setdefault(name, number)
 
     def find(self, name: str) -> tuple[int, str] | None:
-        """The number of the map that a given name is one of `theirs` of, and its spelling there;
-        None: of no map."""
+        """Return the number of the map that has a given name among `theirs`, and the name's
+        spelling there, or None."""
         ours = canonical_name(name)
         if (expert := separate_expert(ours)) is not None:
             ours = f"{expert[0]}{expert[1]}"
@@ -128,7 +128,7 @@ class _Names:
         return None
 
     def as_found(self, number: int, parts: Mapping[str, Tensor]) -> TensorMap:
-        """A map for tensors of these shapes."""
+        """Return the map with this number for tensors of these shapes."""
         index = number - self._first_theirs
         if not 0 <= index < len(self._written):
             return self.maps[number]
@@ -136,7 +136,7 @@ class _Names:
         return self._adapter.as_found(self._written[index], self._config, shapes)
 
     def require_known(self, names: Iterable[str], unknown: Iterable[str]) -> None:
-        """Raise CheckpointError if one of `unknown` holds something. names: all that were given."""
+        """Raise CheckpointError if one of `unknown` may not be ignored. names: all given ones."""
         ignored: set[str] = set()
         if not self._config.pattern.predictions:
             ignored = set(filter(is_of_prediction, names))
@@ -162,7 +162,7 @@ class _Pass:
     """Takes each pair of an update once.
 
     Args:
-        writes: False: they are only checked.
+        writes: whether they are written; else they are only checked.
     """
 
     def __init__(self, loader: WeightLoader, writes: bool):
@@ -174,7 +174,7 @@ class _Pass:
         self._taken: dict[str, Callable[[], Tensor]] = {}  # names of ours, and what they are now
 
     def require_complete(self) -> None:
-        """Raise CheckpointError for unknown names, and for tensors without others that belong to
+        """Raise CheckpointError for unknown names, and for tensors that lack others which belong to
         them."""
         for number, parts in self._parts.items():
             tensor_map = self._names.maps[number]
@@ -187,14 +187,14 @@ class _Pass:
         self.require_known()
 
     def require_known(self) -> None:
-        """Raise CheckpointError if the model has no such tensor as one that was given."""
+        """Raise CheckpointError if the model lacks a tensor that was given."""
         self._names.require_known(self._given, self._unknown)
 
     def take(self, name: str, tensor: object) -> None:
         """Take a pair.
 
         Raises:
-            TypeError: it is no whole tensor.
+            TypeError: it is not a whole tensor.
             CheckpointError: it does not fit, or was given before.
         """
         if not is_parameter(name):  # Transformer Engine's bookkeeping
@@ -255,12 +255,12 @@ class _Pass:
                 self._taken[name] = lambda name=name: self._piece(name, values()[name])
 
     def _piece(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's piece, as it is stored."""
+        """Return this rank's piece, as it is stored."""
         own = self._own[name]
         return own_piece(whole, own, self._loader.model.pg_collection).to(own.device, own.dtype)
 
     def _require_equal(self, name: str, whole: Tensor, given: str) -> None:
-        """Check one that was given before, under another name, as tied ones are."""
+        """Check a tensor that was given before under another name, as tied ones are."""
         if whole.is_meta:  # the write of this tensor checks it
             return
         if isinstance(before := self._taken[name](), PackedWeight):

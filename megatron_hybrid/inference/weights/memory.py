@@ -10,7 +10,7 @@ class WeightMemory:
     """The memory of the parameters of a model. Buffers, which are small, stay.
 
     Args:
-        model: whose parameters share no memory with other tensors, when it is released.
+        model: its parameters share no memory with other tensors when `release` is called.
     """
 
     def __init__(self, model: HybridModel):
@@ -19,11 +19,11 @@ class WeightMemory:
 
     @property
     def is_released(self) -> bool:
-        """Whether it is given back, by this engine or by another one of the model."""
+        """Whether the memory is given back, by this engine or by another one of the model."""
         return bool(self._released) or not self._model.has_memory
 
     def release(self, keep: bool) -> None:
-        """Give it back, until `reacquire`. keep: the values wait in host memory.
+        """Give the memory back until `reacquire`. keep: whether the values wait in host memory.
 
         Raises:
             ValueError: other tensors have a part in it, such as buffers of a training loop; nothing
@@ -55,7 +55,7 @@ class WeightMemory:
             self._released.append((storage, size, kept))
 
     def reacquire(self) -> None:
-        """Take it again, with its values if they were kept.
+        """Allocate the memory again, with its values if they were kept, or else zeros.
 
         Raises:
             MemoryError: the device has no room; nothing has changed.
@@ -72,7 +72,7 @@ class WeightMemory:
             ) from error
         released, self._released = self._released, []
         for storage, _, kept in released:
-            # Without values, zeros: what is there may be no number.
+            # Zeros if there are no values: the new memory may hold NaN.
             _bytes_of(storage).copy_(kept) if kept is not None else _bytes_of(storage).zero_()
 
 

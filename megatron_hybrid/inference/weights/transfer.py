@@ -1,6 +1,6 @@
 """New weights from a trainer in another process: where a part of them is, and its tensors.
 
-A part is plain data, so that a leading rank can tell it to the others; each rank reads it for
+A part is plain data, so that a leading rank can send it to the others, and each rank reads it for
 itself. Its names, shapes and dtypes are announced before its tensors come.
 """
 
@@ -43,14 +43,14 @@ Processes = Annotated[int, Range(ge=1, le=2**31 - 1)]
 JOIN_SECONDS = 300.0
 """Seconds for a trainer and its workers to meet, and for each broadcast."""
 LOOK_SECONDS = 0.2
-"""Seconds between two looks whether a wait for a trainer is still wanted."""
+"""Seconds between two checks whether a wait for a trainer is still wanted."""
 GROUP_NAME = "weights"
 _SENDS_HEADS = "megatron_hybrid/sends_heads"
 """Key of the store by which a trainer says that a head comes before each tensor."""
 _HEAD_BYTES = 256
 _MAX_DIMENSIONS = 8
 _SPARE_BYTES = 64 << 10
-"""Room after a tensor without a head, besides its size again, for one that is longer."""
+"""Room after a tensor without a head, in addition to its size again, for a longer one."""
 _MARK_BYTES = 64
 
 
@@ -59,7 +59,7 @@ class TrainerError(RuntimeError):
 
 
 Received = Tensor | CheckpointError
-"""A tensor, or what is wrong with it; the next ones can be received all the same."""
+"""A tensor, or the error about it. Either way the next tensors can be received."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,12 @@ class Part:
     kind: str
     """Place of the weights, for messages."""
     heads: Sequence[tuple[str, Tensor]] | None
-    """All names, in order, and tensors of their shapes and dtypes, which may be without bytes;
-    None: unknown until they come."""
+    """All names, in order, and tensors of their shapes and dtypes, which may be without bytes. It
+    is None if they are unknown until they come."""
     tensors: Iterator[tuple[str, Received]]
     """All of them, in the same order."""
     is_awaited: bool = False
-    """Whether who makes or sends them waits until all are taken."""
+    """Whether the process that makes or sends them waits until all are taken."""
     is_whole_call: bool = False
     """Whether no other part belongs to its update."""
     is_in_memory: bool = False
@@ -83,7 +83,7 @@ class Part:
     """The checkpoint that they are in, if its weights are packed."""
 
     def drop(self) -> None:
-        """Let go on who waits, after an error, which must not be hidden by another one."""
+        """Let waiting processes go on after an error. It raises nothing, which would hide that."""
         with suppress(BaseException):
             for _ in self.tensors if self.is_awaited else ():
                 pass
@@ -100,10 +100,10 @@ class WeightGroup:
             this address alone.
         rank: of this process, from 0.
         world_size: processes, the trainer included.
-        backend: "gloo" or "nccl"; None: what is made for the device.
+        backend: "gloo" or "nccl"; by default "nccl" for a GPU and "gloo" for a CPU.
         name: of the group, the same in all processes.
         device: of the tensors that NCCL sends.
-        is_over: whether nobody wants to wait for the others any more; any thread may ask.
+        is_over: whether nobody wants to wait for the others any more. Any thread may call it.
 
     Raises:
         ValueError: the numbers make no group, or this process is in a group of the same name.
@@ -159,9 +159,9 @@ class WeightGroup:
                 name,
                 timeout=seconds,
             )
-            # Who has met the trainer in its group comes after what it has said.
+            # A process that has met the trainer in its group sees the keys that it has set before.
             self.has_heads = self._store.check([_SENDS_HEADS])
-            """Whether the trainer says what each tensor is, before it: it uses this class."""
+            """Whether the trainer sends a head before each tensor, as it does with this class."""
         except (RuntimeError, OSError) as error:
             raise TrainerError(
                 f"the group {name!r} at {address}:{port} has not met: {error}"
@@ -169,8 +169,8 @@ class WeightGroup:
         distributed_c10d._world.pg_group_ranks[self.group] = {i: i for i in range(world_size)}
 
     def broadcast(self, tensor: Tensor, name: str = "") -> None:
-        """Send a tensor from the trainer, and before it its name, dtype, shape and a hash. name: as
-        it was announced; "" is not compared. Threads send one tensor after the other.
+        """Send a tensor from the trainer, and before it hashes of its name and values, its dtype
+        and its shape. name: as announced; "" is not compared. Threads send one after the other.
 
         Raises:
             ValueError: this process is not the trainer, or the tensor has too many dimensions.
@@ -190,12 +190,12 @@ class WeightGroup:
             self._broadcast(_bytes_of(tensor))
 
     def receive(self, name: str, like: Tensor) -> Received:
-        """The next tensor of the trainer. Where it sends heads, the tensor has the shape and dtype
-        that were sent, else those of `like`, which were announced.
+        """Receive the next tensor of the trainer. If it sends heads, the tensor has the shape and
+        dtype that were sent, else those of `like`, which were announced.
 
-        A receiver of a plain broadcast does not learn how much was sent. By gloo, a shorter message
-        leaves the end of the memory as it was, and a longer one needs room: so the last element is
-        set to NaN before, and after it there is room with a mark.
+        A receiver of a plain broadcast does not learn how much was sent. With gloo, a shorter
+        message leaves the end of the memory as it was, and a longer one needs room. So the last
+        element is set to NaN before, and after it there is room with a mark.
 
         Raises:
             TrainerError: the trainer has left the group.
@@ -242,7 +242,7 @@ class WeightGroup:
         return tensor
 
     def skip(self, number: int) -> None:
-        """Take the next tensors of a trainer that sends heads, and drop them."""
+        """Receive the next tensors of a trainer that sends heads, and drop them."""
         for _ in range(number):
             self._receive_with_head("")
 
@@ -262,7 +262,7 @@ class WeightGroup:
             if self._backend == "gloo":
                 with suppress(RuntimeError):  # not yet; what has failed says so below
                     work.wait(timedelta(seconds=LOOK_SECONDS))
-            else:  # for which a limit of a wait ends the group
+            else:  # with NCCL a limit of a wait ends the group
                 time.sleep(0.001)
         work.wait()
 
@@ -270,15 +270,15 @@ class WeightGroup:
         """Leave the group. The others cannot use it any more."""
         if self.group is not None:
             if self._waits:
-                # A thread of torch waits in the group, which nothing ends before its limit; who
-                # frees the group, as Python's exit does, waits for that thread.
+                # A thread of torch waits in the group until its time limit. Freeing the group, as
+                # Python's exit does, waits for that thread.
                 never_free(self.group)
             dist.destroy_process_group(self.group)
         self.group = self._store = None
 
 
 def _checked_backend(backend: str | None, device: torch.device, rank: int, world_size: int) -> str:
-    """The backend of a group. Raises ValueError if the numbers make none."""
+    """Return the backend of a group. Raise ValueError if there can be no such group."""
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     if backend not in ("gloo", "nccl"):
         raise ValueError(f"backend is {backend!r}; use 'gloo' or 'nccl'")
@@ -293,10 +293,10 @@ def _checked_backend(backend: str | None, device: torch.device, rank: int, world
 
 
 def _await_listener(address: str, port: int, is_over: Callable[[], bool]) -> None:
-    """Wait until somebody listens, which torch's own wait does not leave early.
+    """Wait until somebody listens. Unlike torch's own wait, this one can end early.
 
     Raises:
-        OSError: there is no such address, or nobody comes in time, or is awaited any more.
+        OSError: there is no such address, nobody comes in time, or nobody waits any more.
     """
     end = time.monotonic() + JOIN_SECONDS
     while True:
@@ -312,20 +312,20 @@ def _await_listener(address: str, port: int, is_over: Callable[[], bool]) -> Non
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor: gloo does not know all dtypes."""
+    """View a contiguous tensor as bytes, as gloo does not know all dtypes."""
     return tensor.view(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """How to meet a trainer: what `init_weight_transfer_engine` is given.
+    """How to meet a trainer: the argument of `init_weight_transfer_engine`.
 
     Args:
         master_address, master_port: of the trainer.
         rank_offset: processes of the group before the first rank of this worker: the trainer, and
             the ranks of other workers.
         world_size: processes, the trainer included.
-        group_name, backend: as of `WeightGroup`.
+        group_name, backend: as for `WeightGroup`.
     """
 
     master_address: str
@@ -340,7 +340,7 @@ class GroupInfo:
 
     @classmethod
     def parse(cls, given: object) -> GroupInfo:
-        """Raises ValueError for what is no such info."""
+        """Read an `init_info`. Raise ValueError if it is not valid."""
         fields = _fields(given, "init_info", cls.__dataclass_fields__, 4)
         for name in ("master_port", "rank_offset", "world_size"):
             if str(fields[name]).isdecimal():  # some stacks send a text
@@ -353,10 +353,10 @@ class GroupInfo:
 
 
 class Joining:
-    """This rank's way into a trainer's group, in a thread of its own: a wait that steps go on in.
+    """This rank's joining of a trainer's group, in a thread of its own, while steps go on.
 
     Args:
-        number: of this way; equal on all ranks.
+        number: of this joining; equal on all ranks.
         info: how to meet.
         rank, device: of the model.
         is_ending: whether nobody wants to wait for a trainer any more.
@@ -389,26 +389,26 @@ class Joining:
                 device=device,
                 is_over=lambda: self._is_left or self._is_ending(),
             )
-        except BaseException as error:  # whoever waits is told
+        except BaseException as error:  # `state` reports it
             found = str(error) or type(error).__name__
         self.ended.set_result(found)
 
     @property
     def state(self) -> str | None:
-        """None: on the way; empty: in the group; else why it will not be."""
+        """Empty once this rank is in the group, an error if it will not be, and None before."""
         if self.ended.done():
             found = self.ended.result()
             return found if isinstance(found, str) else ""
         return "the engine ends, and waits for no trainer" if self._is_ending() else None
 
     def wait(self) -> None:
-        """Wait until it has ended, or for a moment."""
+        """Wait until the joining has ended, at most for a moment."""
         end = time.monotonic() + LOOK_SECONDS
         with defer_sigint() as let_in:
             poll_until(lambda: self.ended.done() or time.monotonic() >= end, let_in)
 
     def leave(self) -> None:
-        """Close the group, now, or as soon as it is there."""
+        """Close the group now, or as soon as it exists."""
         self._is_left = True
         self.ended.add_done_callback(_close_group)
 
@@ -419,9 +419,9 @@ def _close_group(ended: Future[WeightGroup | str]) -> None:
 
 
 def part_of(info: object, group: WeightGroup | None, device: torch.device) -> Part:
-    """Return what an `update_info` stands for: {"path"}, a folder; {"names", "dtype_names",
-    "shapes"}, what the trainer sends to the group; the same with {"ipc_handles_pickled"}: memory of
-    another process on this GPU.
+    """Return the tensors of an `update_info`: {"path"}, those of a folder; {"names", "dtype_names",
+    "shapes"}, those that the trainer sends to the group; the same with {"ipc_handles_pickled"},
+    those in the memory of another process on this GPU.
 
     Raises:
         ValueError: it is none of these, or cannot be received here.
@@ -446,7 +446,7 @@ def part_of(info: object, group: WeightGroup | None, device: torch.device) -> Pa
 
 
 def _fields(given: object, what: str, known: Iterable[str], num_needed: int) -> dict[str, Any]:
-    """An object's fields. known: those it may have; it must have the first ones."""
+    """Return the fields of an object. known: those that it may have; the first ones are needed."""
     known = list(known)
     if not isinstance(given, Mapping):
         raise ValueError(f"{what} is an object with {', '.join(known[:num_needed])}")
@@ -486,8 +486,8 @@ def _dtype_of(name: object, of: str) -> torch.dtype:
 
 
 def drop_unread(info: object, group: WeightGroup) -> bool:
-    """Take what a trainer sends to its group for an `update_info` that has a mistake, and drop it.
-    Returns whether that was possible: without heads nothing is known of it."""
+    """Receive and drop what a trainer sends to its group for an `update_info` with a mistake.
+    Return whether that was possible: without heads nothing is known about the tensors."""
     names = info.get("names") if isinstance(info, Mapping) else None
     if isinstance(info, Mapping) and ("path" in info or "ipc_handles_pickled" in info):
         return True  # it comes by another way
@@ -498,7 +498,7 @@ def drop_unread(info: object, group: WeightGroup) -> bool:
 
 
 def _in_folder(path: object) -> Part:
-    """The weights of a checkpoint, which every rank can read. path: absolute."""
+    """Open the weights of a checkpoint, which every rank can read. path: absolute."""
     if not isinstance(path, str) or not os.path.isabs(path) or not os.path.isdir(path):
         raise ValueError(
             f"update_info.path is {path!r}; it is the absolute path of a folder that each rank "
@@ -520,7 +520,7 @@ def _in_folder(path: object) -> Part:
 def _in_shared_memory(
     heads: Sequence[tuple[str, Tensor]], pickled: object, device: torch.device
 ) -> Part:
-    """Tensors of another process on the same GPU, by CUDA IPC.
+    """Open the tensors of another process on the same GPU, by CUDA IPC.
 
     Args:
         pickled: base64 of a pickled list with, for each tensor, {UUID of a GPU: what torch's
@@ -528,7 +528,7 @@ def _in_shared_memory(
             unpickled.
 
     Raises:
-        ValueError: a handle is missing, or of another tensor than was announced.
+        ValueError: a handle is missing, or belongs to another tensor than was announced.
     """
     handles = _unpickled(pickled)
     if len(handles) != len(heads):
@@ -586,7 +586,7 @@ def _check_handle(name: str, head: Tensor, arguments: tuple) -> None:
 _DEVICE_PLACE = 6
 """Index of the device's number among the arguments of `rebuild_cuda_tensor`."""
 _STORAGE_SIZE_PLACE = 8
-"""Index of the bytes of its memory among them."""
+"""Index of the size of its memory in bytes among them."""
 _HARMLESS = {
     ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): rebuild_cuda_tensor,
     ("torch", "Size"): torch.Size,
@@ -599,7 +599,7 @@ _HARMLESS = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes what `reduce_tensor` returns, and nothing that could run other code."""
+    """Unpickles what `reduce_tensor` returns, and nothing that could run other code."""
 
     def find_class(self, module: str, name: str) -> object:
         if (module, name) in _HARMLESS:

@@ -1,4 +1,4 @@
-"""WeightUpdate: takes new weights of a model, however they come, on all ranks."""
+"""WeightUpdate: takes new weights of a model, from any source, on all ranks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -36,9 +36,9 @@ class WeightsUnfinishedError(RuntimeError):
 class WeightUpdate:
     """One update: it is planned, then it is written, then it is whole or has failed.
 
-    `take` is the only way in, for each part. All ranks make the same calls. Of a part whose names
-    are known, all ranks agree on names, dtypes, shapes and order, and check them, before the first
-    byte is written; tensors of another part are agreed on and checked one by one. In both, each
+    `take` takes each part. All ranks make the same calls. Of a part whose names are known, all
+    ranks agree on names, dtypes, shapes and order, and check them, before the first byte is
+    written; tensors of another part are agreed on and checked one by one. In both cases, each
     tensor is then compared with what was announced, and its values with those of the other ranks,
     before any rank writes it. As soon as `begun` is not empty, only a whole update may follow.
     """
@@ -53,14 +53,13 @@ class WeightUpdate:
         return self._loader.begun
 
     def take(self, part: Part) -> None:
-        """Take a part. After an error the rest of it is received, and dropped: to make or to send
+        """Take a part. After an error the rest of it is received and dropped, as making or sending
         it may need collectives that other processes are in.
 
         Raises:
             CheckpointError, TypeError: it does not fit, or differs from what was announced or from
-                that of another rank. Of a part whose names are known nothing was written, if these
-                were wrong.
-            Exception: what the iterator raised.
+                that of another rank. If known names were wrong, nothing was written.
+            Exception: the iterator raised it.
         """
         with ExitStack() as stack:
             write = partial(self._write, part)
@@ -68,7 +67,7 @@ class WeightUpdate:
             try:
                 with self._ranks.raise_on_all(_CHECKING):
                     if part.heads is not None and self._ranks.size > 1:
-                        # What is written at once is compared with its values.
+                        # A packed part is written at once, so its values are compared, too.
                         self._agree(part.kind, part.tensors if packed else part.heads)
                     if packed is not None:
                         names = self._loader.of_all
@@ -85,7 +84,7 @@ class WeightUpdate:
             write()
 
     def check_complete(self) -> None:
-        """Raise CheckpointError if the parts lack something that belongs to what they had."""
+        """Raise CheckpointError if the parts lack a tensor that belongs to one that they had."""
         self._loader.checks.require_complete()
 
     def _agree(self, kind: str, pairs: Iterable) -> None:
@@ -104,7 +103,8 @@ class WeightUpdate:
             self._loader.checks.require_complete()
 
     def _raise_difference(self, said: Sequence[Sequence[str]]) -> None:
-        """Name the first line in which a rank differs from the first one. said: of all ranks."""
+        """Raise CheckpointError about the first line in which a rank differs from the first rank.
+        said: lines of all ranks."""
         members = self._ranks.members
         first = next(lines for lines in zip(*said) if len(set(lines)) > 1)
         other = next(rank for rank, line in enumerate(first) if line != first[0])
@@ -121,7 +121,7 @@ class WeightUpdate:
             write()
 
     def _write(self, part: Part) -> None:
-        """Write tensors, each when all ranks have it and agree. A rank that fails says so where
+        """Write tensors, each when all ranks have it and agree. A rank that fails reports it when
         the others have the next one: until then they may be in a collective that makes it."""
         pairs, failure, has_ended = part.tensors, None, False
         for index in count():
@@ -131,7 +131,7 @@ class WeightUpdate:
                 has_ended = pair is None
                 if failure is None and has_ended and part.is_whole_call:
                     self._loader.checks.require_complete()
-            except BaseException as error:  # the others learn it before it leaves this rank
+            except BaseException as error:  # reported to the others before this rank raises it
                 failure, has_ended = failure or error, True
             if failure is None and not has_ended:
                 try:
@@ -156,7 +156,7 @@ class WeightUpdate:
                 self._raise_difference([[line] for line, *_ in said])
 
     def _checked(self, pair: object, part: Part, index: int) -> str:
-        """Check a tensor that has come, and return what the ranks compare."""
+        """Check a tensor that has come, and return the line that the ranks compare."""
         name, tensor = _pair(pair)
         if isinstance(tensor, CheckpointError):
             raise tensor
@@ -178,7 +178,7 @@ class WeightUpdate:
         return _described(name, tensor) if self._ranks.size > 1 else name
 
     def _explained(self, error: BaseException) -> BaseException:
-        """An error that says what has been written before."""
+        """Return an error that also says that tensors were written before, if they were."""
         if not self.begun or not isinstance(error, CheckpointError):
             return error
         explained = CheckpointError(f"{error}{WRITTEN}")
@@ -201,7 +201,7 @@ def _pair(given: object) -> tuple[str, object]:
 
 
 def what_is_given(pairs: Pairs, is_led: bool, ranks: Ranks) -> Part:
-    """A part of what all ranks give, or the first one."""
+    """Make a part of the pairs that all ranks give, or the first one."""
     receives = is_led and not ranks.is_first
     pairs = () if receives else _listed(pairs)
     heads = None
@@ -218,7 +218,7 @@ def what_is_given(pairs: Pairs, is_led: bool, ranks: Ranks) -> Part:
 
 
 def _listed(pairs: Pairs) -> Iterable:
-    """A list of pairs that are in memory, or an iterator over others."""
+    """Return a list of pairs that are in memory, or an iterator over others."""
     if isinstance(pairs, Mapping):
         pairs = list(pairs.items())
     if isinstance(pairs, Sequence):
@@ -234,7 +234,7 @@ def _listed(pairs: Pairs) -> Iterable:
 
 
 def _of_first_rank(pairs: Iterable, ranks: Ranks) -> Iterator:
-    """The pairs of the first rank, on all ranks."""
+    """Yield the pairs of the first rank, on all ranks."""
     if not ranks.is_first:
         while (pair := ranks.broadcast(None)) is not None:
             if isinstance(pair, str):
@@ -257,7 +257,7 @@ def _of_first_rank(pairs: Iterable, ranks: Ranks) -> Iterator:
 
 
 def _sent(pair: object, device: str) -> object:
-    """A pair to be sent to other ranks; of a view only its own elements."""
+    """Copy a pair to be sent to other ranks; of a view only its own elements."""
     name, tensor = _pair(pair)
     require_values(name, tensor)
     if isinstance(tensor, Tensor):

@@ -1,8 +1,8 @@
 """AdapterBank: low-rank adapters that an engine holds over one model, for requests to choose from.
 
 Rows of one step may have different adapters: each projection multiplies them by slots. A prefix is
-shared within an adapter alone: its salt is a digest of its values, so that one that comes again
-finds its prefixes, and another one of the same name does not.
+shared within an adapter alone. The adapter's salt is a digest of its values, so that an adapter
+which is loaded again finds its prefixes, and another one of the same name does not.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class ReadAdapter:
     rank: int
     digest: str
     values: dict[str, tuple[Tensor, Tensor]]
-    """A [rank, in] and B [out, rank] of projections, in the dtype of the model's parameters; B with
-    its factor."""
+    """A [rank, in] and B [out, rank] of projections, in the dtype of the model's parameters. B is
+    multiplied by its factor."""
 
 
 class AdapterBank:
@@ -60,7 +60,7 @@ class AdapterBank:
         self._model, self._ranks = model, ranks
         self._num_slots, self._max_rank = config.max_adapters, config.max_adapter_rank
         self.loaded: dict[str, LoadedAdapter] = {}
-        """The adapters by name, in the order that they came in."""
+        """The adapters by name, in the order of their loading."""
         self._context: DynamicInferenceContext | None = None
         self._slots: dict[str, _AdapterSlots] = {}
         self._hooks: list[RemovableHandle] = []
@@ -97,7 +97,7 @@ class AdapterBank:
 
     @contextmanager
     def of_rows(self, context: DynamicInferenceContext) -> Iterator[None]:
-        """Context in which each row that the model computes has the adapter of its request."""
+        """Make a context in which each row that the model computes has its request's adapter."""
         self._context = context
         try:
             yield
@@ -105,7 +105,7 @@ class AdapterBank:
             self._context = None
 
     def require(self, name: str) -> LoadedAdapter:
-        """Return an adapter. Raises ValueError if there is none of this name."""
+        """Return an adapter. Raise ValueError if there is none of this name."""
         if name not in self.loaded:
             there = ", ".join(map(repr, self.loaded)) or "none"
             raise ValueError(f"adapter is {name!r}, and the engine has {there}: load it first")
@@ -114,14 +114,14 @@ class AdapterBank:
     def reader(
         self, name: str, folder: str | os.PathLike, used: set[int]
     ) -> Callable[[], ReadAdapter]:
-        """Return the call that reads an adapter for `put`, in any thread. Call this on all ranks of
-        the model.
+        """Return a function that reads an adapter for `put`, in any thread. Call this on all ranks
+        of the model.
 
         used: slots of requests, also of adapters that were dropped.
 
         Raises:
-            ValueError: as `put`. The call raises CheckpointError if the folder cannot be read, is
-                of another model, or its rank is too large.
+            ValueError: as `put`. The function raises CheckpointError if the folder cannot be read,
+                is of another model, or its rank is too large.
         """
         self._free_slot(name, used)
         shapes = {each: whole_shape(own.projection.weight) for each, own in self._slots.items()}
@@ -153,7 +153,7 @@ class AdapterBank:
         """Copy an adapter into a free slot. Call it on all ranks of the model.
 
         Raises:
-            ValueError: there is no free slot, or the name is taken, or none. Nothing has changed.
+            ValueError: no slot is free, or the name is taken or illegal. Nothing has changed.
         """
         slot = self._free_slot(name, used)
         self._ranks.require_equal({f"the adapter {name!r}": read.digest})
@@ -182,7 +182,7 @@ class AdapterBank:
         return min(free)
 
     def unload(self, name: str) -> None:
-        """Let no further request have an adapter. Its slot is free when no request has it.
+        """Let no further request have an adapter. Its slot is free as soon as no request has it.
 
         Raises:
             ValueError: there is none of this name.
@@ -203,7 +203,7 @@ class _AdapterSlots:
         self._cut = cut_of_projection(projection)
 
     def fill(self, slot: int, pair: tuple[Tensor, Tensor] | None) -> None:
-        """Set what a slot has: A [rank, in] and B [out, rank]. None: nothing of this projection."""
+        """Set A [rank, in] and B [out, rank] of a slot, or zeros if `pair` is None."""
         a, b = self._a[slot].zero_(), self._b[slot].zero_()
         if pair is None:
             return
@@ -214,11 +214,11 @@ class _AdapterSlots:
         a[: len(parts[0])], b[:, : len(pair[0])] = parts
 
     def add(self, x: Tensor, output: Tensor, slots_T: Tensor) -> Tensor:
-        """The output [..., out] of the projection with what the adapters of its rows add.
+        """Add the adapters of its rows to the output [..., out] of the projection.
 
         Args:
-            x: [..., in], its input.
-            slots_T: of each row; below 0: it has none.
+            x: its input, [..., in].
+            slots_T: slot of each row; below 0 for none.
         """
         low = slot_linear(x.reshape(-1, x.shape[-1]), self._a, slots_T)
         added = slot_linear(exchange_ranks(low, *self._cut), self._b, slots_T)

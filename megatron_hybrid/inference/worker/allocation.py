@@ -45,7 +45,7 @@ class Needs:
     """Most states captured inside a forward, those before drafts among them."""
     num_slots: int
     graph_sizes: dict[int, list[int]] | None
-    """Numbers of decodes that have a CUDA graph; None: there are no graphs."""
+    """Numbers of decodes that have a CUDA graph, if there are graphs."""
     has_copies: bool
     """Whether there is room for copies of weights (`reordered_weight`)."""
     parts: list[Part]
@@ -54,7 +54,7 @@ class Needs:
 def needs_of(
     model: HybridModel, spec: CacheSpec, config: InferenceConfig, device: torch.device
 ) -> Needs:
-    """Sum up what an engine asks for on a device. "meta" stands for any but a CPU."""
+    """Sum up what an engine asks for on a device. "meta" stands for any device but a CPU."""
     sizes = config.max_requests, config.max_tokens, config.max_sequence_length
     longest = min(config.num_speculative_tokens, config.max_sequence_length - 1)
     drafts = longest if config.speculation != "off" else 0
@@ -89,7 +89,7 @@ def allocate(
 
     Returns:
         The context, whose `memory` has the pool and the live slots; the config, with the
-        `cache_bytes` of the pool; and what all of it was made for.
+        `cache_bytes` of the pool; and the needs that all of it was made for.
 
     Raises:
         ValueError: the model cannot draft as `config` asks for, or a size is too small.
@@ -158,7 +158,7 @@ def allocate(
 def _agreed_spec(
     model: HybridModel, config: InferenceConfig, dtype: torch.dtype, ranks: Ranks
 ) -> CacheSpec:
-    """The same on all ranks; of the MTP head too where it drafts."""
+    """Return the cache spec, the same on all ranks. It includes the MTP head if that drafts."""
     model_layers = model.cache_requirements()
     own, of_model = (
         cache_spec_of(

@@ -27,7 +27,7 @@ from megatron_hybrid.ops.tape import Live
 from megatron_hybrid.ops.to_device import to_device
 
 _ALIGNMENT = 256
-"""Bytes, as of torch's own allocations."""
+"""Alignment of arrays in bytes, as for torch's own allocations."""
 Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of each array at its largest, in the order of the block."""
 
@@ -73,8 +73,7 @@ class StepBuffer:
             self.host[name], self.device[name] = host.numpy(), copy
 
     def begin(self) -> None:
-        """Wait until the last upload has left host memory: until the device has begun the step
-        before."""
+        """Wait until the last upload has left host memory, as the device begins the step before."""
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -96,7 +95,7 @@ def input_fields(
     max_captures: int,
     max_drafts: int = 0,
 ) -> Fields:
-    """Inputs of a step at their largest; the block tables are the last ones."""
+    """Return the inputs of a step at their largest; the block tables are the last ones."""
     columns = sum(spec.pages_per_block)
     max_blocks = -(-(max_sequence_length + max_drafts) // spec.block_size_tokens)
     num_tokens = min(max_tokens, max_requests * max_sequence_length)
@@ -122,8 +121,8 @@ def input_fields(
 
 
 def input_bytes(fields: Fields, device: torch.device) -> tuple[int, int]:
-    """Bytes that a context takes: (in host memory, on the device). Both have block tables of all
-    slots; a CPU has the buffer of a step once."""
+    """Count the bytes that a context takes: (in host memory, on the device). Both have block tables
+    of all slots; a CPU has the buffer of a step once."""
     (num_entries,), dtype = fields["tables"]
     tables, buffer = num_entries * dtype.itemsize, _ends(fields)[-1]
     return tables + (0 if device.type == "cpu" else buffer), tables + buffer
@@ -132,7 +131,7 @@ def input_bytes(fields: Fields, device: torch.device) -> tuple[int, int]:
 class DynamicInferenceContext:
     """The `MixerContext` of a served model.
 
-    The inputs of a step are views of tensors that are made once, at their largest: they keep their
+    The inputs of a step are views of tensors that are made once, at their largest. They keep their
     addresses, and a step overwrites those of the step before.
 
     Args:
@@ -142,8 +141,7 @@ class DynamicInferenceContext:
         max_sequence_length: tokens of one request, prompt and answer.
         max_captures: states captured inside a step's forward.
         max_drafts: of a request in a step.
-        num_model_layers: those in front of the MTP head, whose layers the
-            memory has, too; None: it has none.
+        num_model_layers: layers before the MTP head, if the memory has those of the head, too.
         row_alignment: the rows of a step are a multiple of it; it divides `ROW_ALIGNMENT`.
 
     Sequences of a step are in the order of its works. The tokens of decodes have the bits of steps
@@ -169,12 +167,12 @@ class DynamicInferenceContext:
     ):
         self.memory = memory
         self.adapter_slots: Tensor | None = None
-        """The slot of each row's adapter, int64 [T], below 0 for none; None: no row has one."""
+        """The slot of each row's adapter, int64 [T], below 0 for none, if any row has one."""
         self._has_adapters, self._row_alignment = has_adapters, row_alignment
         self.prediction = (
             None if num_model_layers is None else PredictionContext(self, num_model_layers)
         )
-        """The same batch for the MTP head; None: it keeps nothing."""
+        """The same batch for the MTP head, if the memory has its layers."""
         self.max_requests = max_requests
         self.max_drafts = max_drafts
         self.max_sequence_length = max_sequence_length
@@ -207,7 +205,7 @@ class DynamicInferenceContext:
         self._fixed_staging: Tensor | None = None
         self._max_recorded = min(max_requests, max_tokens // (1 + max_drafts))
         self.drawn_tokens: Tensor | None = None
-        """What the last step drew, int64 [draws], from `mark_failures`; see `Work.source`."""
+        """Tokens that the last step drew, int64 [draws], of `mark_failures`; see `Work.source`."""
         self.first_captures: list[int] = []
         """Place in `captured_states` of the first state of each `Work` of the last step."""
         self._recorded_layout: RaggedLayout | None = None
@@ -225,14 +223,14 @@ class DynamicInferenceContext:
         """Build the batch of `plan`, after its restores.
 
         Args:
-            padded_to: rows of a step that is no recorded one, at least; those after its tokens are
-                of none.
-            num_decodes: for a recorded step of so many decodes: those of the plan, whose other work
-                is left out, and decodes of no request after them. All rows have logits. All that
-                a forward reads then has shapes and addresses that depend on this number and
-                `num_rows` alone, and the host tells it bounds of positions.
-            num_rows: of each of these decodes: one, or with `max_drafts` drafts. One that has
-                fewer is filled up with rows that are drafts to be taken back: see `end_recorded`.
+            padded_to: least number of rows of a step that is not recorded; rows after its tokens
+                belong to no token.
+            num_decodes: decodes of a recorded step: those of the plan, whose other work is left
+                out, and decodes of no request after them. All rows have logits. All that a forward
+                reads then has shapes and addresses that depend on this number and `num_rows` alone,
+                and the host has bounds of positions.
+            num_rows: rows of each of these decodes: one, or 1 + `max_drafts`. A decode with fewer
+                is filled up with rows of drafts that are taken back, see `end_recorded`.
         """
         self._buffer.begin()
         ready_slots = [ready.slot for ready in plan.ready] if num_decodes is None else []
@@ -249,8 +247,8 @@ class DynamicInferenceContext:
             self._staging = self.memory.staging(0)
 
     def begin_pass(self) -> None:
-        """Begin a forward over a batch that is laid out: what an earlier one worked out from the
-        positions may be of other ones."""
+        """Begin a forward over a batch that is laid out, and forget what an earlier forward has
+        computed from other positions."""
         self._layout.forget_derived()
 
     def end_recorded(self, plan: StepPlan) -> None:
@@ -273,7 +271,7 @@ class DynamicInferenceContext:
             self.memory.slots.view(torch.int64).index_copy_(0, slots_n, states)
 
     def _fixed_layout(self, num_decodes: int, num_rows: int) -> RaggedLayout:
-        """The layout of a recorded step; always the same one, as it holds tensors."""
+        """Return the layout of a recorded step, always the same object, as it holds tensors."""
         key = num_decodes, num_rows
         if key not in self._fixed_layouts:
             num_tokens = num_decodes * num_rows
@@ -289,12 +287,12 @@ class DynamicInferenceContext:
         return self._fixed_layouts[key]
 
     def forget_layouts(self) -> None:
-        """Drop what recorded steps have made for their layouts."""
+        """Drop the layouts of recorded steps, and the room for their captures."""
         self._fixed_layouts.clear()
         self._fixed_staging = None
 
     def _lay_out(self, works: list[Work], num_rows: int | None = None, padded_to: int = 0) -> None:
-        """num_rows: as `begin_step`, of a recorded step; None: any other one."""
+        """Lay out works in rows. num_rows: as for `begin_step`, if the step is a recorded one."""
         for work in works:
             self._update_tables(work.slot, work.tables)
         if num_rows is not None:
@@ -329,15 +327,15 @@ class DynamicInferenceContext:
         return RaggedLayout(lengths, starts, captures, padding, num_decodes=num_decodes)
 
     def _input(self, name: str, length: int) -> np.ndarray:
-        """The used part of an input, to fill; `_inputs` has it on the device."""
+        """Return the used part of an input, to fill; `_inputs` has it on the device."""
         before = self._inputs.get(name)
         if before is None or before.shape[-1] != length:
             self._inputs[name] = self._buffer.device[name].narrow(-1, 0, length)
         return self._buffer.host[name][..., :length]
 
     def _fill_inputs(self, works: list[Work], is_recorded: bool, has_adapters: bool) -> None:
-        """Write all inputs of a step but the block tables. has_adapters: whether all rows have the
-        slots of adapters also where none of them has one."""
+        """Write all inputs of a step but the block tables. has_adapters: whether rows have slots of
+        adapters even if no work has an adapter."""
         layout, array = self._layout, self._input
         counts = [len(work.tokens) for work in works]
         wanted = layout.lengths if is_recorded else [work.num_logits for work in works]
@@ -370,8 +368,9 @@ class DynamicInferenceContext:
         counts: Sequence[int],
         wanted: Sequence[int],
     ) -> None:
-        """Write what follows from numbers of rows alone: all of them, those of each work, those at
-        whose end states are kept, those that have tokens, and the last ones that have logits."""
+        """Write what depends on rows alone: num_rows, all of them; lengths, those of each work;
+        captures, those before which states are kept; counts, those with tokens; wanted, the last
+        ones, with logits."""
         array, lengths, counts, wanted = self._input, *map(np.asarray, (lengths, counts, wanted))
         begins = np.cumsum(lengths) - lengths
         self._owners = owners = np.repeat(np.arange(len(lengths)), lengths)
@@ -392,9 +391,9 @@ class DynamicInferenceContext:
         self._targets = [(page, write_rows) for page in self._inputs["write_pages"].unbind(0)]
 
     def _fill_targets(self, positions: np.ndarray, slots: np.ndarray, shared: np.ndarray) -> None:
-        """Write the targets of each token's K and V: (page of its block, row in it). For tokens
-        whose KV is shared or copied, and for padding, the null page: no shared block is ever
-        written. slots, shared: of each sequence, int64 [R]: see `Work`."""
+        """Write the targets of each token's K and V: (page of its block, row in it). Tokens whose
+        KV is shared or copied, and padding, get the null page, so that no shared block is ever
+        written. slots, shared: of each sequence, int64 [R], see `Work`."""
         block, own = self.block_size_tokens, self._own
         owners, positions_n = self._owners[own], positions[own]
         targets = self._tables[:, slots[owners], positions_n // block]
@@ -428,8 +427,8 @@ class DynamicInferenceContext:
             self._filled = filled
 
     def _take_drawn(self, rows: Sequence[int], works: Sequence[Work]) -> None:
-        """Give rows of a step that was launched ahead their tokens, on the device. A row whose
-        request has ended by its token, or will draw it again, becomes one of no request."""
+        """Write the tokens of rows of a step that was launched ahead, on the device. A row becomes
+        one of no request if its token has ended the request, or will be drawn again."""
         inputs = self._inputs
         most = max(len(work.stops) for work in works)
         stops = [work.stops + (-1,) * (most - len(work.stops)) for work in works]
@@ -458,18 +457,18 @@ class DynamicInferenceContext:
             self._tables[first:last, slot, : len(table)] = table.T
 
     def captured_states(self) -> Tensor:
-        """Slot bytes of the states captured inside the last forward, uint8 [n, slot_bytes]: those
-        of each `Work.captures`, from `first_captures` on."""
+        """Return the slot bytes of the states captured inside the last forward, uint8 [n,
+        slot_bytes]: those of each `Work.captures`, from `first_captures` on."""
         return self._staging
 
     # For the model -----------------------------------------------------------------------------
 
     @contextmanager
     def recording(self, layout: RaggedLayout) -> Iterator[Live]:
-        """Context in which a step that is laid out is recorded, for others with as many rows.
-        Yields what is live in them.
+        """Make a context in which a step that is laid out is recorded, for steps with as many rows.
+        It yields the values that are live in these.
 
-        layout: of the step, with bounds of its positions; what is not live follows from it.
+        layout: of the step, with bounds of its positions; values that are not live depend on it.
         """
         layout.forget_derived()
         self._recorded_layout, live = layout, Live()
@@ -484,11 +483,11 @@ class DynamicInferenceContext:
             self._recorded_layout = self._live = None
 
     def single_decodes(self) -> RaggedLayout:
-        """The layout of a step of decodes of one row each, for `recording`."""
+        """Return the layout of a step of decodes of one row each, for `recording`."""
         return self._fixed_layout(self._layout.num_sequences, 1)
 
     def one_prompt(self, num_rows: int) -> tuple[StepPlan, RaggedLayout]:
-        """A step of one prompt of no request, and its layout for `recording`."""
+        """Make a step of one prompt of no request, and its layout for `recording`."""
         tokens = np.zeros(num_rows, np.int32)
         work = Work(-1, self.max_requests, 0, tokens, num_rows, [], num_logits=0)
         bounds = (self.max_sequence_length - 1,)
@@ -499,11 +498,11 @@ class DynamicInferenceContext:
         return self._recorded_layout or self._layout
 
     def token_positions(self) -> Tensor:
-        """Absolute position of each row, int64 [T padded]."""
+        """Return the absolute position of each row, int64 [T padded]."""
         return self._inputs["positions"]
 
     def states(self, layer_number: int, name: str) -> SlotStates:
-        """One state of one layer in all live slots, the step's slots, and room for captures."""
+        """Return a layer's state in all live slots, the step's slots, and room for captures."""
         captured = None
         if len(self._staging):
             captured = self.memory.state(layer_number, name, self._staging)
@@ -522,7 +521,7 @@ class DynamicInferenceContext:
         pattern: AttentionPattern,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Attention over the pages of one layer, [T padded, H, P]; see `MixerContext`."""
+        """Attend to the pages of one layer, and return [T padded, H, P]; see `MixerContext`."""
         if k_TKD is not None:
             self._keep(layer_number, k_TKD, v_TKP)
         pages = self.key_value_cache(layer_number)
@@ -536,7 +535,7 @@ class DynamicInferenceContext:
         heads: LatentHeads,
         pattern: AttentionPattern,
     ) -> Tensor:
-        """Attention over the latents: one key/value head whose values are a part of its keys,
+        """Attend to the latents, one key/value head whose values are a part of its keys, and return
         [T padded, H, P]; see `MixerContext`."""
         self._keep(layer_number, latents_TL[:, None], None)
         pages, _, block_table = self.key_value_cache(layer_number)
@@ -549,8 +548,8 @@ class DynamicInferenceContext:
         """Store K [T padded, K, D] (after RoPE) and V [T padded, K, P] of the step's tokens.
 
         Raises:
-            ValueError: values for a layer without (`KVShape.value_dim` 0), or None for one with
-                values.
+            ValueError: values are given for a layer that keeps none (`KVShape.value_dim` 0), or are
+                None for one that does.
         """
         key_pages, value_pages = self.memory.kv_pages(layer_number)
         if (v_TKP is None) != (value_pages.shape[-1] == 0):
@@ -565,8 +564,8 @@ class DynamicInferenceContext:
             value_pages.index_put_(target, v_TKP.to(value_pages.dtype))
 
     def key_value_cache(self, layer_number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(K pages [n, B, K, D], V pages [n, B, K, P], block table int32 [R, M]) of any layer. P is
-        0 if the layer keeps no values."""
+        """Return (K pages [n, B, K, D], V pages [n, B, K, P], block table int32 [R, M]) of a layer.
+        P is 0 if the layer keeps no values."""
         table = self._column_tables[self._column(layer_number)]
         return (*self.memory.kv_pages(layer_number), table)
 
@@ -577,7 +576,7 @@ class DynamicInferenceContext:
     def last_token_logits(self, hidden_1TH: Tensor) -> Tensor:
         """Return the rows that need logits, [n, H], and save the last hidden states.
 
-        Rows in the order of `plan.work` (`num_logits` each), then one for each of `plan.ready`,
+        Rows are in the order of `plan.work` (`num_logits` each), then one for each of `plan.ready`,
         from its checkpoint.
         """
         hidden_TH, inputs = hidden_1TH[0], self._inputs
@@ -590,15 +589,15 @@ class DynamicInferenceContext:
     def previous_hidden(self, hidden_Th: Tensor) -> Tensor:
         """Return the hidden state of the token before each row, [T padded, H]: of the row before
         or, for the first one of a request, `live_hidden`. Call it before `last_token_logits`."""
-        previous_Th = torch.cat((hidden_Th[:1], hidden_Th))  # the last one is of no row
+        previous_Th = torch.cat((hidden_Th[:1], hidden_Th))  # the last one precedes no row
         live_nH = self.live_hidden().to(hidden_Th.dtype)
         return previous_Th.index_copy_(0, self._inputs["first_rows"], live_nH)[:-1]
 
     def live_hidden(self) -> Tensor:
-        """The hidden states in the requests' live slots, [n, H]: of the token before the first one
-        of the step; zeros where there is none."""
+        """Return the hidden states in the requests' live slots, [n, H]: those of the token before
+        the first one of the step, or zeros."""
         return self.memory.hidden()[self._inputs["slots"]]
 
     def ready_hidden(self) -> Tensor:
-        """Last hidden states of the plan's ready requests, [n, H]."""
+        """Return the last hidden states of the plan's ready requests, [n, H]."""
         return self.memory.hidden()[self._ready_slots]

@@ -15,25 +15,25 @@ from megatron_hybrid.ops.tape import Live, recorded_by
 
 class CudaGraph:
     """A captured function without arguments. `output` is what it returned, which a replay writes
-    anew, and `num_bytes` the device memory that the capture took from this process's.
+    anew, and `num_bytes` the device memory that the capture took.
 
     Args:
-        run: the function; it is called three times: kernels are compiled, waits for the device are
-            found, and then it is captured.
+        run: the function. It is called three times: to compile kernels, to find waits for the
+            device, and to be captured.
         device: its own.
         pool: from `new_pool`; graphs of one pool share the memory between their first and last
             kernels.
-        pieces: takes the function apart; None: it is one piece.
+        pieces: takes the function apart; by default it is one piece.
 
     Raises:
-        RuntimeError: it cannot be captured; torch's message says why. Nothing of it is left: no
-            kernel that is not waited for, no stream, no open capture.
+        RuntimeError: it cannot be captured; torch's message says why. No kernel still runs then,
+            and no stream or capture is left open.
     """
 
     new_pool = staticmethod(torch.cuda.graph_pool_handle)
     _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
-    """One for all captures of a device: torch keeps the memory of a pool by stream, and libraries
-    their workspaces."""
+    """One stream for all captures of a device: torch keeps the memory of a pool by stream, and
+    libraries their workspaces."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class CudaGraph:
                     self.end_piece()
                 finally:
                     if self.open_piece is not None:
-                        with suppress(RuntimeError):  # the error that there is tells why
+                        with suppress(RuntimeError):  # the first error says why
                             self.open_piece.capture_end()
                     if self.steps:  # what runs between pieces has run
                         own.wait_stream(stream)
@@ -75,34 +75,34 @@ class CudaGraph:
             self.num_bytes = max(0, torch.cuda.memory_reserved() - before)
 
     def begin_piece(self) -> None:
-        """Begin to capture."""
+        """Begin to capture a piece."""
         piece = torch.cuda.CUDAGraph()
         # Other threads may copy pages meanwhile.
         piece.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self.open_piece = piece
 
     def end_piece(self) -> None:
-        """End to capture."""
+        """End the capture of a piece."""
         piece, self.open_piece = self.open_piece, None
         piece.capture_end()
         self.steps.append(piece.replay)
 
     def replay(self) -> None:
-        """Run what was captured, without waiting."""
+        """Launch what was captured, without waiting."""
         for step in self.steps:
             step()
 
 
 class Pieces:
-    """Records a function as a graph in pieces: between them are the ops over sequences.
+    """Records a function as a graph in pieces, with the ops over sequences between them.
 
-    What these read and write is of one op after the other, so it passes through the same rooms.
+    These ops run one after the other, so their inputs and outputs pass through the same rooms.
 
     Args:
-        live: their inputs that are others in a replay.
-        rooms: memory between the pieces, by what it is for: one for all graphs, which has the same
-            addresses in all of them. The graph of the most rows comes first.
-        agree: called before anything is launched: raises RuntimeError if another rank cannot.
+        live: inputs of the ops that differ in a replay.
+        rooms: memory between the pieces, by its use; all graphs share it, at the same addresses.
+            The graph of the most rows comes first.
+        agree: called before anything is launched; it raises RuntimeError if another rank cannot.
     """
 
     def __init__(self, live: Live, rooms: dict[tuple, Tensor], agree: Callable[[], None]):
@@ -110,8 +110,8 @@ class Pieces:
 
     @contextmanager
     def of(self, graph: CudaGraph) -> Iterator[None]:
-        """Context in which the pieces of a graph begin and end. Before the first one all runs as it
-        is."""
+        """Make a context in which the pieces of a graph begin and end. Before the first piece
+        everything runs as it is."""
         self._graph = graph
         with recorded_by(self):
             yield
@@ -120,7 +120,7 @@ class Pieces:
         return op.is_ragged
 
     def paused(self) -> AbstractContextManager[None]:
-        """Such results are there before a capture."""
+        """Pause nothing: results that are kept for later calls exist before a capture."""
         return nullcontext()
 
     def call(self, op: Op, inputs: tuple) -> Tensor:
@@ -145,7 +145,7 @@ class Pieces:
         return output.clone()
 
     def _room(self, place: int, rows: Tensor) -> Tensor:
-        """Room for rows `[T, ...]` of an op's input, or of its output, place -1."""
+        """Return room for rows `[T, ...]` of an op's input, or of its output, place -1."""
         key = place, rows.shape[1:], rows.dtype
         if key not in self._rooms:
             self._rooms[key] = torch.empty_like(rows, memory_format=torch.contiguous_format)
@@ -154,7 +154,7 @@ class Pieces:
 
 @contextmanager
 def _no_open_capture(device: torch.device, pool: Any) -> Iterator[None]:
-    """Ends the capture of torch's allocator after an error: torch leaves it in one that failed."""
+    """End the capture of torch's allocator after an error, as torch does not end it itself."""
     try:
         yield
     except BaseException:
@@ -165,7 +165,7 @@ def _no_open_capture(device: torch.device, pool: Any) -> Iterator[None]:
 
 @contextmanager
 def _no_waits() -> Iterator[None]:
-    """A call that waits for the device raises RuntimeError. Inside a capture it would also spoil
+    """Let calls that wait for the device raise RuntimeError. Inside a capture they would also spoil
     the graph, and leave torch's allocator in it."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")

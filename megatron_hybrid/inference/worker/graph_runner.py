@@ -1,16 +1,16 @@
 """Steps that are recorded once, and replayed without most of the Python of a forward.
 
-A `GraphRunner` has CUDA graphs, which launch all kernels of a forward, or many, at once, and
+A `GraphRunner` has CUDA graphs, which launch all or many kernels of a forward at once, and
 `DecodeTapes` the operations of decodes on a CPU.
 
 A graph replays the launches of one forward as they were captured: the same kernels, grids, numbers
 and addresses. So it serves steps of one number of decodes, all with one row or all with rows of
-drafts, whose inputs are in the step's buffer. A step of fewer is filled up with decodes of no
-request, and a decode of fewer drafts with rows that are taken back.
+drafts, whose inputs are in the step's buffer. A step of fewer decodes is filled up with decodes of
+no request, and a decode of fewer drafts with rows that are taken back.
 
-Other steps of few rows, such as the rest of a prompt after a prefix, are replayed in pieces: what
-rows need alone, norms, products and activations, is captured for so many rows, and between the
-pieces the ops over sequences are launched, with the layout of the step.
+Other steps of few rows, such as the rest of a prompt after a prefix, are replayed in pieces. Norms,
+products and activations, which treat each row by itself, are captured for so many rows. Between
+these pieces the ops over sequences are launched, with the layout of the step.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from megatron_hybrid.ops.to_device import to_device
 logger = logging.getLogger(__name__)
 
 _FEWEST_ROWS = 8
-"""Up to it, sizes are powers of two; beyond it, multiples of it. Steps of up to 64 decodes then
-have as many rows as without a graph (`ROW_ALIGNMENT`), and matrix products the same kernels."""
+"""Up to this number, sizes are powers of two; beyond it, multiples of it. Steps of up to 64 decodes
+then have as many rows as without a graph (`ROW_ALIGNMENT`), and products the same kernels."""
 PIECES = -1
-"""Stands for a graph's rows of each decode: it is of so many rows, in pieces."""
+"""In place of a graph's rows of each decode: its size is a number of rows, in pieces."""
 _PROMPT_ROWS = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
 """Rows of graphs in pieces. Beyond them the device takes longer than the host."""
 _GRAPH_BYTES = 8 << 20
-"""Bytes of one graph, besides its tensors: nodes and arguments of its kernels, in the driver."""
+"""Bytes of one graph in the driver, without its tensors: nodes and arguments of its kernels."""
 _WORKSPACE_BYTES = 64 << 20
 """Bytes for the libraries that multiply matrices, once for all graphs."""
 _MOST_DECODES = 16
@@ -54,7 +54,7 @@ _MOST_DECODES = 16
 
 
 def sizes_up_to(most: int) -> list[int]:
-    """Numbers of decodes that have a graph, ascending: 1, 2, 4, 8, 16 .. 64 by 8, then by 16, 32.
+    """List the numbers of decodes that have a graph: 1, 2, 4, 8, 16 .. 64 by 8, then by 16, 32.
 
     Args:
         most: decodes of a step, at least 1; always the last size.
@@ -91,7 +91,7 @@ def planned_bytes(
     max_tokens: int,
     max_sequence_length: int,
 ) -> int:
-    """Return about how much device memory the graphs of all sizes take, with the states before
+    """Estimate the bytes of device memory that the graphs of all sizes take, with the states before
     drafts. They share the memory of the step of the most rows, one buffer of logits, and inputs
     and outputs of one op between pieces.
 
@@ -112,7 +112,7 @@ def planned_bytes(
 
 
 def refusal(model: HybridModel, device: torch.device) -> str | None:
-    """Return why steps of a model cannot be captured, whatever they are; None: they may be."""
+    """Return why no steps of a model can be captured, or None if they may be."""
     if device.type not in CAPTURES:
         return f"graphs are captured on CUDA devices, and the model is on {device.type}"
     groups = model.pg_collection
@@ -135,9 +135,9 @@ class GraphRunner:
         in_pieces: from `prompt_sizes`.
         ranks: those of the model, which capture the same graphs.
 
-    Passes of the MTP head, where the context has one that keeps no states, have graphs of the same
-    numbers of decodes; their key has 0 rows. Where the context has one, no step is in pieces, nor
-    where layers come from other packages, which may read a layout that is not live.
+    If the context has an MTP head that keeps no states, its passes have graphs of the same numbers
+    of decodes; their key has 0 rows. No step is in pieces if the context has an MTP head, if ranks
+    split rows, or if layers come from other packages, which may read a layout that is not live.
     """
 
     def __init__(
@@ -173,35 +173,36 @@ class GraphRunner:
         return sum(graph.num_bytes for graph in self._graphs.values())
 
     def all_sizes(self) -> list[tuple[int, int]]:
-        """(decodes, rows of each) of all graphs, the largest first: the smaller ones then find room
-        in the memory that they share."""
+        """List (decodes, rows of each) of all graphs, the largest first, so that the smaller ones
+        find room in the memory that they share."""
         found = [(size, rows) for rows, sizes in self.sizes.items() for size in sizes]
         found += [(size, 0) for size in self.sizes[1]] if self._has_head else []
         found.sort(key=lambda key: key[0] * key[1])
         return [*found, *((rows, PIECES) for rows in self._in_pieces)][::-1]
 
     def drop(self) -> None:
-        """Drop all graphs, where memory that they read may change its place."""
+        """Drop all graphs, as memory that they read may change its address."""
         self._graphs.clear()
         self._context.forget_layouts()
         self._pool, self._logits, self._hidden, self._read = None, None, None, []
         self._rooms = {}
 
     def hold(self) -> bool:
-        """Return whether all ranks have graphs that read the model as it is, whatever its weights
-        are. All ranks call it."""
+        """Return whether the graphs of all ranks read the model's present memory and modules. All
+        ranks call it."""
         return not any(self._ranks.maximum([self._read != self._what_is_read()]))
 
     def _what_is_read(self) -> list[int]:
-        """The addresses of weights, and the modules and what runs with them."""
+        """List the addresses of weights, and ids of the modules and of calls that run with them."""
         model = self._model
         things = chain(model.modules(), unrecorded_calls(model))
         tensors = chain(model.parameters(), model.buffers())
         return [*(tensor.data_ptr() for tensor in tensors), *map(id, things)]
 
     def forward(self, plan: StepPlan) -> Tensor | None:
-        """Logits [n, V] of a plan, `num_logits` rows for each of its `work`, then one for each of
-        its `ready`, valid until the next step. None: it has no graph, and nothing has changed."""
+        """Return logits [n, V] of a plan, `num_logits` rows for each of its `work`, then one for
+        each of its `ready`, valid until the next step. Do nothing and return None if the plan has
+        no graph."""
         if not _is_of_decodes(plan):
             return self._forward_in_pieces(plan)
         counts = [len(work.tokens) for work in plan.work]
@@ -236,15 +237,13 @@ class GraphRunner:
         return self._model.compute_logits(context.last_token_logits(graph.output.unsqueeze(0)))
 
     def predict(self, plan: StepPlan, ids_n: Tensor | None) -> Tensor | None:
-        """Logits [n, V] of a pass of the MTP head over decodes, valid until the next one.
+        """Return logits [n, V] of a pass of the MTP head over decodes, valid until the next one. Do
+        nothing and return None if there is no graph.
 
         Args:
             plan: its work alone.
-            ids_n: their tokens, where they are drafts: the pass goes on from what the one before
-                has made of at least these decodes. None: it is the first one.
-
-        Returns:
-            None: there is no graph, and nothing has changed.
+            ids_n: the tokens of the decodes if they are drafts. Then the pass goes on from the
+                result of the pass before, over at least these decodes. None in the first pass.
         """
         count = len(plan.work)
         size = next((size for size in self.sizes[1] if size >= count), 0)
@@ -260,9 +259,9 @@ class GraphRunner:
         return graph.output[:count]
 
     def capture(self, size: int, num_rows: int) -> None:
-        """Capture steps of `size` decodes of so many rows, or what `PIECES` says, unless that is
-        done. Call it on all ranks, between steps. If it fails on one of them, there is no such
-        graph on any, and the other graphs stay."""
+        """Capture steps of `size` decodes of so many rows, or of `size` rows with `PIECES`, unless
+        that is done. Call it on all ranks, between steps. If it fails on one of them, no rank has
+        this graph, and the other graphs stay."""
         key = size, num_rows
         if key in self._graphs:
             return
@@ -285,7 +284,7 @@ class GraphRunner:
                 self._graphs[key], self._read = graph, self._what_is_read()
 
     def _capture(self, size: int, num_rows: int, exchange: _Exchange) -> CudaGraph:
-        """Capture steps of `size` decodes, by one of rows of no request."""
+        """Capture steps of `size` decodes, with rows of no request."""
         context, model = self._context, self._model
         context.begin_step(StepPlan(), size, max(1, num_rows))
         output = self._room_for_logits(exchange)[: size * max(1, num_rows)]
@@ -301,7 +300,7 @@ class GraphRunner:
             return output.copy_(model.compute_logits(predicted_Th[:size]))
 
         graph = self._new_graph(run)
-        context.begin_pass()  # what was worked out in the graph's memory is of no use outside
+        context.begin_pass()  # values in the graph's memory are of no use outside
         logger.info(
             "captured a graph of %d decodes, %d rows each: %d bytes",
             *(size, num_rows, graph.num_bytes),
@@ -309,7 +308,7 @@ class GraphRunner:
         return graph
 
     def _capture_pieces(self, num_rows: int, exchange: _Exchange) -> CudaGraph:
-        """Capture steps of so many rows in pieces, by one of a prompt of no request."""
+        """Capture steps of so many rows in pieces, with a prompt of no request."""
         context, model = self._context, self._model
         plan, layout = context.one_prompt(num_rows)
         context.begin_step(plan, padded_to=num_rows)
@@ -333,7 +332,7 @@ class GraphRunner:
         return capture(run, device, self._pool, *more)
 
     def _room_for_logits(self, exchange: _Exchange) -> Tensor:
-        """What all graphs write into. The first forward makes what steps share."""
+        """Return the logits that all graphs write into. The first call runs a forward for it."""
         if self._logits is None:
             exchange.require_all()
             context = self._context
@@ -356,11 +355,11 @@ class GraphRunner:
 
 
 class DecodeTapes:
-    """Runs forwards; those of so many decodes, of one row each, by a tape from the third one on.
+    """Runs forwards. From the third one of a number of decodes of one row each, a tape replays it.
 
     A tape calls the ops that read positions, slots or numbers of rows on the host as they are, with
-    the layout and the block tables of its step. Layers of other packages may do so anywhere: models
-    with some have no tapes.
+    the layout and the block tables of its step. Layers of other packages may read these anywhere,
+    so models with such layers have no tapes.
     """
 
     def __init__(self, model: HybridModel, context: DynamicInferenceContext):
@@ -369,17 +368,17 @@ class DecodeTapes:
         self._calls: dict[tuple[int, int], Callable[[], Tensor]] = {}
 
     def drop(self) -> None:
-        """Drop all tapes, as weights have changed, or memory its place."""
+        """Drop all tapes, as weights or the addresses of memory have changed."""
         self._known.clear()
         self._calls.clear()
 
     def forward(self, plan: StepPlan) -> Tensor:
-        """Logits [n, V] of a plan that is laid out."""
+        """Return logits [n, V] of a plan that is laid out."""
         context = self._context
         layout = context.ragged_layout()
         key = layout.num_sequences, sum(work.num_logits for work in plan.work)
         is_plain = key[0] == layout.num_tokens <= _MOST_DECODES
-        # Steps in which many end do not come again.
+        # Steps in which many requests end do not come again.
         is_plain = is_plain and key[1] >= key[0] - 1 and not (plan.ready or layout.captures)
         if not is_plain or context.adapter_slots is not None or torch.is_autocast_enabled("cpu"):
             return self._run()
@@ -403,8 +402,8 @@ class DecodeTapes:
 
 
 class _Exchange:
-    """Tells the ranks of a model before each forward of a capture whether all make it: else one
-    would wait for the others inside."""
+    """Lets the ranks of a model agree before each forward of a capture that all of them make it.
+    Else one would wait for the others inside."""
 
     def __init__(self, ranks: Ranks):
         self._ranks, self._is_over = ranks, False
@@ -415,15 +414,15 @@ class _Exchange:
             raise RuntimeError("another rank cannot capture a graph")
 
     def end(self, has_failed: bool) -> bool:
-        """Say whether this rank has failed, and return whether any has."""
+        """Report whether this rank has failed, and return whether any has."""
         if not self._is_over:
             self._is_over = any(self._ranks.maximum([has_failed]))
         return self._is_over
 
 
 def _is_of_decodes(plan: StepPlan) -> bool:
-    """Return whether all work is of last tokens, with drafts after them or not. Of a request that
-    ends, whose last state is wanted alone, no token is drawn."""
+    """Return whether all work is of last tokens, with or without drafts after them. A request that
+    ends, of which only the last state is wanted, draws no token."""
     return bool(plan.work) and all(
         len(work.tokens) == 1 + len(work.draft_draws)
         and work.num_logits in (0, len(work.tokens))

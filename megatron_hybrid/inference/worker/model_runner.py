@@ -57,11 +57,11 @@ class ModelRunner:
     Args:
         model: in eval mode.
         context: lays out the batch; its memory is pool and live slots.
-        load: starts to copy a fetch into the pool: `Fetches.load`; None: no plan has one.
+        load: starts to copy a fetch into the pool: `Fetches.load`. None if no plan has a fetch.
         logprobs_mode: as in `InferenceConfig`.
         ranks: those of the model.
-        graphs: replays steps of decodes; None: all of them are launched.
-        adapters: of the engine; None: there are none.
+        graphs: replays steps of decodes; without it all of them are launched.
+        adapters: of the engine, if it has any.
         has_copies: see `Needs`.
     """
 
@@ -98,8 +98,8 @@ class ModelRunner:
         return sum(parked.num_bytes for parked in self.parked.values())
 
     def drop_old_weights(self) -> None:
-        """Drop what was worked out from weights that have changed. Graphs stay if the new ones lie
-        where the old ones lay; else they are captured again."""
+        """Drop values derived from weights that have changed. Graphs stay if the new weights have
+        the addresses of the old ones; else they are captured again."""
         if self.graphs is not None and self.graphs.hold():
             work_out_again(self._derived)
             return
@@ -108,7 +108,7 @@ class ModelRunner:
             self.capture_graphs()
 
     def drop_graphs(self) -> None:
-        """Drop graphs and tapes, and what follows from weights, which they read."""
+        """Drop graphs and tapes, and the values derived from weights, which they read."""
         if self.graphs is not None:
             self.graphs.drop()
         if self._tapes is not None:
@@ -117,7 +117,7 @@ class ModelRunner:
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """Context of a forward pass."""
+        """Make a context for a forward pass."""
         adapters = nullcontext() if self._adapters is None else self._adapters.of_rows(self.context)
         # Autocast multiplies by torch, which cannot read the copies.
         has_copies = self._has_copies and not torch.is_autocast_enabled("cpu")
@@ -126,7 +126,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:
-        """Capture all graphs that there are not; call it between steps."""
+        """Capture all graphs that are missing; call it between steps."""
         if self.graphs is not None:
             with self._computing():
                 for size, num_rows in self.graphs.all_sizes():
@@ -146,7 +146,7 @@ class ModelRunner:
         return self.collect(self.launch(plan))
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Queue all that a plan says on the device, in its order. Lack of memory in the moves and
+        """Queue the work of a plan on the device, in its order. Lack of memory in the moves and
         saves is noted in the result; in the forward and the draws it raises."""
         launched = Launched(plan)
         self._move(launched)
@@ -178,7 +178,7 @@ class ModelRunner:
                     self._restore(restore)
 
     def launch_ahead(self, plan: StepPlan, before: Launched) -> Launched:
-        """Queue the forward of the step after `before`, whose tokens are on the device alone."""
+        """Queue the forward of the step after `before`, whose tokens are only on the device yet."""
         before.keep_logits(self.graphs is not None)
         launched = Launched(plan)
         self._move(launched)
@@ -186,7 +186,7 @@ class ModelRunner:
         return launched
 
     def launch_rest(self, launched: Launched) -> None:
-        """Queue what follows a forward: draws, scores and their copy to the host; saves."""
+        """Queue what follows a forward: draws, scores, their copy to the host, and saves."""
         plan, logits_nV = launched.plan, launched.logits_nV
         if logits_nV is not None:
             drawn = launched.drawn = self.sample(plan, logits_nV)
@@ -208,8 +208,8 @@ class ModelRunner:
 
     def _agree(self, plan: StepPlan, result: StepResult) -> None:
         """Make the result that of all ranks: moves for which one of them lacked memory, and the
-        draws of the last pipeline stage. One exchange, of a length that the plan tells; none if
-        there is nothing to tell."""
+        draws of the last pipeline stage. They exchange one message, of a length that follows from
+        the plan, and none if it is empty."""
         optional = [
             *((result.not_parked, park.request_id) for park in plan.parks),
             *((result.unloaded, key) for key in plan.loads),
@@ -261,8 +261,8 @@ class ModelRunner:
             self.memory.copy_pages(restore.sources, restore.targets)
 
     def forward(self, plan: StepPlan) -> Tensor | None:
-        """Compute logits [n, V] of `num_logits` rows per `plan.work`, then one per `plan.ready`.
-        None on a pipeline stage before the last."""
+        """Compute logits [n, V] of `num_logits` rows per `plan.work`, then one per `plan.ready`. On
+        a pipeline stage before the last, return None."""
         with self._computing():
             return self._forward(plan)
 
@@ -289,12 +289,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def predict(self, works: list[Work], most: list[int]) -> list[list[int]]:
-        """Tokens that the MTP head expects after those of some decodes.
+        """Predict the tokens after those of some decodes with the MTP head.
 
         Args:
-            works: each has its request's newest token alone, whose live slot has the state before,
-                and the draw of the next one.
-                Keys and values of the part are written there and at the drafts but the last.
+            works: each has only its request's newest token, and the draw of the next one. The live
+                slot has the state before this token. Keys and values of the head are written at its
+                position and at the drafts but the last.
             most: drafts of each, at least 1, descending.
         """
         drafts, hidden_Th = [], None
@@ -313,7 +313,7 @@ class ModelRunner:
                     for draw in own.draws.values()
                 ]
                 tokens_n = sample(logits_nV, draws)
-                # Of those that would be drawn again, the likeliest token.
+                # Rows that would be drawn again take the likeliest token.
                 drafts.append(torch.where(tokens_n < 0, logits_nV.argmax(-1), tokens_n))
         columns = HostCopy(drafts).wait()
         return [[column[i] for column in columns[:own]] for i, own in enumerate(most)]
@@ -321,8 +321,8 @@ class ModelRunner:
     def _predicted(
         self, works: list[Work], ids_n: Tensor | None, hidden_Th: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """A pass of the MTP head without a graph: logits [n, V] and hidden states. ids_n,
-        hidden_Th: of the pass before; None: it is the first one."""
+        """Run a pass of the MTP head without a graph, and return logits [n, V] and hidden states.
+        ids_n, hidden_Th: of the pass before, or None in the first one."""
         context, count = self.context, len(works)
         context.begin_step(StepPlan(work=works))
         ids_T = context.input_ids[0]
@@ -336,7 +336,7 @@ class ModelRunner:
         return self.model.compute_logits(hidden_Th[:count]), hidden_Th
 
     def sample(self, plan: StepPlan, logits_nV: Tensor) -> Drawn | None:
-        """Draw the tokens of a plan, on the device. None: it has no draws."""
+        """Draw the tokens of a plan on the device, or return None if it has no draws."""
         draws = [draw for _, draw in plan.draws()]
         if not draws:
             return None
@@ -381,7 +381,7 @@ class ModelRunner:
         return raw_log_probs(logits_nV)
 
     def score(self, plan: StepPlan, logits_nV: Tensor) -> dict[int, Scores]:
-        """Log-probabilities of `Work.scored`, by request id, on the device."""
+        """Compute the log-probabilities of `Work.scored`, by request id, on the device."""
         scores, start = {}, 0
         for work in plan.work:
             if work.scored is not None:
@@ -397,7 +397,7 @@ class ModelRunner:
         return scores
 
     def _read(self, launched: Launched) -> None:
-        """Wait for what was drawn and scored, and copy it into the result."""
+        """Wait for draws and scores, and copy them into the result."""
         plan, drawn, result = launched.plan, launched.drawn, launched.result
         values = iter(launched.copy.wait())
         for request_id in launched.scores:
@@ -419,8 +419,8 @@ class ModelRunner:
 
     def _sampled(self, drawn: Drawn, values: Iterator[list]) -> list[Sampled]:
         """Return what was drawn, from the values of its tensors. Rows whose token was not among the
-        candidates are drawn again, which waits for the device again: at most until all tokens are
-        candidates."""
+        candidates are drawn again from more candidates, at most from all tokens. Each such draw
+        waits for the device again."""
         sampled, num_candidates = drawn.sampled(values), NUM_CANDIDATES
         while rows := [row for row, own in enumerate(sampled) if own.token == DRAW_AGAIN]:
             drawn.again.update(rows)
@@ -446,7 +446,7 @@ class ModelRunner:
     def take_back(self, plan: StepPlan, ends: Mapping[int, int]) -> None:
         """Set the live slots of a plan that has just run to the states before its rejected drafts.
 
-        ends: by request id, the number of tokens that its state is to have seen.
+        ends: number of tokens that the state of each request is to have seen, by request id.
         """
         places = {}
         for work, first in zip(plan.work, self.context.first_captures):
@@ -461,20 +461,20 @@ class ModelRunner:
 
 @dataclass
 class Launched:
-    """A step that is queued on the device, and what there will be of it."""
+    """A step that is queued on the device, and its results as they come."""
 
     plan: StepPlan
     result: StepResult = field(default_factory=StepResult)
     logits_nV: Tensor | None = None
-    """None: there was no forward, or it is another pipeline stage that has them."""
+    """It is None if there was no forward, or if another pipeline stage has the logits."""
     drawn: Drawn | None = None
     scores: dict[int, Scores] = field(default_factory=dict)
     copy: HostCopy | None = None
-    """What was drawn and scored; None: nothing was."""
+    """Draws and scores, if there are any."""
 
     def keep_logits(self, are_shared: bool) -> None:
-        """Let the next forward not overwrite the logits that a row may be drawn from again.
-        are_shared: all forwards write theirs to one place."""
+        """Copy logits that a row may be drawn from again, before the next forward overwrites them.
+        are_shared: whether all forwards write their logits to one place."""
         drawn = self.drawn
         if are_shared and drawn is not None and any(draw.may_draw_again for draw in drawn.draws):
             drawn.logits_nV = drawn.logits_nV.clone()
@@ -509,14 +509,14 @@ class Drawn:
 
 
 def _top_rows(values: Iterator[list]) -> list[dict[int, float]]:
-    """The most likely tokens of each row, from their log-probabilities and ids; empty if none were
-    asked for."""
+    """Return the most likely tokens of each row, from their log-probabilities and ids, or nothing
+    if none were asked for."""
     log_probs, ids = next(values), next(values)
     return [dict(zip(*row)) for row in zip(ids, log_probs) if row[0]]
 
 
 def _note_drawn(result: StepResult, drawn: dict[int, list[Sampled]]) -> None:
-    """Note what counts of each request's draws, by its id."""
+    """Note the accepted and last draws of each request, by its id."""
     for request_id, (*accepted, last) in drawn.items():
         result.sampled[request_id] = last
         if accepted:

@@ -1,10 +1,10 @@
 """PredictionContext: a step's batch as the MTP head sees it.
 
 The row of a token has the token's embedding and the hidden state of the token before. In training
-it lies in that token's place; here it lies in the token's own, so that it depends on no later
-token, and the head's blocks and states are shared as those of the model's layers. Rotary
-embeddings do not see the difference. The first token has no row, and no other token sees its place;
-a state folds it in all the same, with a hidden state of zeros.
+its position is that of the token before. Here it is the token's own, so that it depends on no later
+token, and the head's blocks and states are shared like those of the model's layers. The result of
+rotary embeddings is the same. The first token has no row, and no other token sees its position. A
+recurrent state still includes it, with a hidden state of zeros.
 """
 
 from collections.abc import Iterator
@@ -21,10 +21,10 @@ from megatron_hybrid.ops.ragged import RaggedLayout
 
 
 class PredictionContext:
-    """The `MixerContext` of a part, whose layers come after those of the model.
+    """The `MixerContext` of an MTP head, whose layers come after those of the model.
 
     Args:
-        context: of the model; keys, values and states are its own.
+        context: of the model; it has the keys, values and states.
         num_layers: of the model.
     """
 
@@ -38,8 +38,8 @@ class PredictionContext:
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
-        """States of the steps inside are copies: what they compute is not known to be accepted.
-        Keys and values need none, as they lie after all that is."""
+        """Make a context in which steps write to copies of states, as their tokens may be rejected.
+        Keys and values need no copies, as they lie after all accepted tokens."""
         self._copies = {}
         try:
             yield

@@ -31,19 +31,19 @@ def require_part(model: HybridModel) -> None:
 
 
 def cached_layers(model: HybridModel, config: InferenceConfig) -> list[LayerCache]:
-    """What layers of this rank keep: those of the model and, where it drafts, of its MTP head."""
+    """List what layers of this rank keep: those of the model and, if it drafts, of its MTP head."""
     head = model.prediction_requirements() if config.speculation == "mtp" else []
     return model.cache_requirements() + head
 
 
 def _draw(request: Request) -> Draw:
-    """The draw of its next token, without what depends on the tokens before: a draft that is drawn
-    from the head's logits with the same noise is more often the token than the likeliest one."""
+    """Return the draw of the next token, without what depends on the tokens before. A draft that is
+    drawn with the same noise is more often right than the likeliest token."""
     return Draw(request.params, request.seed, request.sample_index, request.num_tokens)
 
 
 def _is_local(layer: LayerCache) -> bool:
-    """Whether a sequence cannot go on at any token, where the layer's keys and values are there."""
+    """Return whether keys and values of all tokens do not suffice to go on at any token."""
     return bool(layer.states) or (layer.kv is not None and layer.kv.is_local)
 
 
@@ -57,7 +57,7 @@ class MTPDrafter(BatchDrafter):
 
     def prepare(self, most: Mapping[Request, int]) -> None:
         self._drafts = {}
-        # Those with most passes first: the later passes have the first ones alone.
+        # Requests with most drafts first: later passes have only the first requests.
         requests = sorted(most, key=lambda request: -most[request])
         works = [
             Work(

@@ -5,8 +5,8 @@ noise, which makes it a draw from their softmax. The noise is a hash of (seed, s
 position, token id), so a draw is a pure function of (logits, parameters, tokens so far, seed,
 sample index, position), without generator state: preemption, chunks and batches do not change a
 request's draws, and all ranks of a tensor-parallel job draw the same tokens without communication.
-A token's noise does not depend on the others' logits: what leaves out tokens, or rounds logits,
-changes a draw only where it rules out the token or brings another one to the top.
+A token's noise does not depend on the others' logits. So a change that leaves out tokens, or rounds
+logits, changes a draw only if it rules out the token or brings another one to the top.
 
 All rows are drawn on their device, without waiting for it: a step waits in `HostCopy.wait` alone.
 Shape letters: n rows, m of them together, g of those guided, V tokens of the vocabulary, c most
@@ -34,22 +34,22 @@ from megatron_hybrid.inference.sampling_params import (
 from megatron_hybrid.ops.to_device import to_device
 
 NUM_CANDIDATES = 1024
-"""Most likely tokens among which `sample` first looks for those that top_p keeps."""
+"""Number of most likely tokens among which `sample` first looks for those that top_p keeps."""
 
 _NUM_LOUDEST = 64
-"""Tokens whose exact noise is computed, of all. The largest sum is not among them once in 2**64
+"""Number of tokens whose exact noise is computed. The largest sum is not among them once in 2**64
 draws: a token's bound exceeds it with at most its probability times an Exp(1) number."""
 _MASS_UNIT = 2.0**-40
 """Probabilities, relative to the largest one, are summed in whole numbers of it: integers have the
 same sum in any order, so on any device, next to any rows."""
 _TOKENS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 22}
-"""Numbers of a part of the rows: on a CPU they stay in its cache, elsewhere they are at most some
-150 MB."""
+"""Elements of the rows that are handled at a time. On a CPU they stay in its cache; on a GPU they
+take at most some 150 MB."""
 _MASK64 = (1 << 64) - 1
 
 
 def _splitmix64(x: int) -> int:
-    """Steele, Lea & Flood (2014), "Fast splittable pseudorandom number generators"."""
+    """Mix 64 bits. Steele, Lea & Flood (2014), "Fast splittable pseudorandom number generators"."""
     x = (x + 0x9E3779B97F4A7C15) & _MASK64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -57,7 +57,7 @@ def _splitmix64(x: int) -> int:
 
 
 def noise_keys(seed: int, sample_index: int, position: int) -> tuple[int, int]:
-    """Two int32 that stand for a row in the hash of its tokens: a hash of the three arguments."""
+    """Hash the three arguments into two int32, the keys of a row in the hash of its tokens."""
     state = 0
     for part in (seed, sample_index, position):
         state = _splitmix64(state ^ (part & _MASK64))
@@ -65,10 +65,10 @@ def noise_keys(seed: int, sample_index: int, position: int) -> tuple[int, int]:
 
 
 def token_hash(ids_mC: Tensor, keys_2m1: Tensor) -> Tensor:
-    """A hash of each token id in its row: int32 [m, C], uniform in [0, 2**31).
+    """Hash each token id in its row into int32 [m, C], uniform in [0, 2**31).
 
-    Products wrap around, and nothing else rounds, so it has the same bits on every device. The
-    mixing steps are those of "lowbias32" (Wellons, 2018, "Prospecting for hash functions").
+    Integer products wrap around, so the hash has the same bits on every device. The mixing steps
+    are those of "lowbias32" (Wellons, 2018, "Prospecting for hash functions").
 
     Args:
         ids_mC: int32 [m, C] or [1, V].
@@ -85,13 +85,13 @@ def token_hash(ids_mC: Tensor, keys_2m1: Tensor) -> Tensor:
 
 
 def gumbel_noise(hash_mC: Tensor) -> Tensor:
-    """-log(-log(1 - w)), float64, of w in (0, 1) from a `token_hash`."""
+    """Compute -log(-log(1 - w)), float64, of w in (0, 1) from a `token_hash`."""
     w_mC = (hash_mC.double() + 0.5) * 2.0**-31
     return -(-torch.log1p(-w_mC)).log()
 
 
 def _noise_bound(hash_mV: Tensor) -> Tensor:
-    """Return a bound of each token's Gumbel noise, at most 0.06 above it where it is large; fp32.
+    """Return an upper bound of each token's Gumbel noise, fp32. If large, it is within 0.06 of it.
 
     w <= -log(1 - w) bounds the noise by -log(w); the bits of a float, as an integer, are a
     piecewise linear bound of its logarithm.
@@ -116,12 +116,12 @@ def adjust(logits_nV: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _adjusted(logits_mV: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Rows of fp32 [m, V], of draws that ask for it. May change them in place."""
+    """Adjust rows of fp32 [m, V], perhaps in place. All draws ask for a change."""
     device = logits_mV.device
     params = [draw.params for draw in draws]
 
     def places(ids: Sequence[Sequence[int]]) -> Tensor | None:
-        """Indices of some tokens of each row in the flattened logits; None: there are none."""
+        """Return the indices of some tokens of each row in the flattened logits, if any."""
         parts = [np.asarray(own, np.int64) + row * V for row, own in enumerate(ids)]
         flat = np.concatenate(parts)
         return to_device(flat, device) if len(flat) else None
@@ -178,10 +178,10 @@ def sample(
 
     Returns:
         int64 [n]. Greedy rows take the first maximum; other rows the largest sum of tempered logit
-        and noise, of all tokens that are kept. `DRAW_AGAIN`: `top_p` keeps more than the
-        candidates, which are fewer than V; draw the row again with more of them. Their number
-        changes no other token. Of a row without a largest finite logit the token means nothing:
-        see `mark_failures`.
+        and noise, of all tokens that are kept. A row gets `DRAW_AGAIN` if `top_p` keeps more than
+        the candidates, which are fewer than V: draw it again with more of them. Their number
+        changes no other token. If the largest logit of a row is not finite, its token means
+        nothing: see `mark_failures`.
     """
     params = [draw.params for draw in draws]
     if any(own.is_greedy for own in params):
@@ -206,7 +206,7 @@ def sample(
 
 
 def mark_failures(tokens_n: Tensor, logits_nV: Tensor, adjusted_nV: Tensor) -> Tensor:
-    """Drawn tokens [n] with `NOT_FINITE` or `RULED_OUT` for the rows that none can be drawn from.
+    """Put `NOT_FINITE` or `RULED_OUT` into drawn tokens [n] for rows that no token can come from.
 
     Args:
         tokens_n: from `sample`.
@@ -219,45 +219,45 @@ def mark_failures(tokens_n: Tensor, logits_nV: Tensor, adjusted_nV: Tensor) -> T
 
 
 def _is_finite(logits_nV: Tensor) -> Tensor:
-    """Whether rows [n] have no NaN, no inf, and something above -inf: the largest one tells."""
+    """Return whether the largest logits of rows [n] are finite: no NaN, no inf, not all -inf."""
     return logits_nV.amax(dim=-1).isfinite()
 
 
 def _ids(logits_nV: Tensor) -> Tensor:
-    """The ids of all tokens, int32 [1, V]."""
+    """Return the ids of all tokens, int32 [1, V]."""
     return torch.arange(logits_nV.shape[1], dtype=torch.int32, device=logits_nV.device)[None]
 
 
 def _loudest(logits_mC: Tensor, ids_mC: Tensor, keys_2m1: Tensor) -> Tensor:
-    """The id, int64 [m], of the largest sum of logit and noise. In float64, so that devices whose
-    logarithms round differently agree; there are few candidates."""
+    """Find the id, int64 [m], of the largest sum of logit and noise. It is computed in float64, so
+    that devices whose logarithms round differently agree; there are few candidates."""
     noise_mC = gumbel_noise(token_hash(ids_mC.int(), keys_2m1))
     best_m1 = noise_mC.add_(logits_mC).argmax(dim=-1, keepdim=True)
     return ids_mC.gather(1, best_m1).squeeze(1)
 
 
 class _Rows(NamedTuple):
-    """Some rows, and what their params say."""
+    """Some rows, and their parameters."""
 
     numbers_m: Tensor
     temperatures_m1: Tensor
     """fp32."""
     floors_m1: Tensor | None
-    """Smallest tempered logit, relative to the largest one, that min_p keeps; fp32. None: no row
+    """Smallest tempered logit, relative to the largest one, that min_p keeps, fp32; None if no row
     has a min_p."""
     top_k_m1: Tensor
-    """int64; V without one."""
+    """int64; V in rows without top_k."""
     top_p_m1: Tensor
-    """float64; infinite without one."""
+    """float64; infinite in rows without top_p."""
     keys_2m1: Tensor
     """int32, from `noise_keys`."""
     largest_top_k: int
-    """0: no row has one."""
+    """It is 0 if no row has a top_k."""
     sums_all: bool
-    """Whether a row has no top_k, so that its top_p is one of all tokens."""
+    """Whether a row has no top_k, so that its top_p is a part of all tokens."""
 
     def tempered(self, logits_mC: Tensor, largest_m1: Tensor) -> Tensor:
-        """fp32 [m, C], relative to the largest one, -inf where min_p leaves a token out."""
+        """Return tempered logits, fp32 [m, C], relative to the largest; min_p sets some to -inf."""
         # Relative, so that the division does not overflow at any temperature.
         logits_mC = (logits_mC.float() - largest_m1.float()).div_(self.temperatures_m1)
         if self.floors_m1 is not None:
@@ -268,7 +268,7 @@ class _Rows(NamedTuple):
 def _parts(
     logits_nV: Tensor, params: Sequence[SamplingParams], draws: Sequence[Draw] | None = None
 ) -> Iterator[tuple[_Rows, bool]]:
-    """Yields some rows at a time that are not greedy, and whether top_k or top_p may leave out
+    """Yield some rows at a time that are not greedy, and whether top_k or top_p may leave out
     tokens of them. Without `draws` they have no keys."""
     V, device = logits_nV.shape[1], logits_nV.device
     groups: dict[bool, list[int]] = {False: [], True: []}
@@ -319,9 +319,9 @@ def _parts(
 def _truncated(
     logits_mV: Tensor, ids_1V: Tensor, rows: _Rows, num_candidates: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return what min_p, then top_k, then top_p keep, most likely first; of equal logits the first
+    """Return what min_p, then top_k, then top_p keep, most likely first, of equal logits the first
     ones: tempered logits, fp32 [m, C], -inf after the last one; their ids, int64 [m, C]; and
-    whether they are all that may be drawn, bool [m]; None: they are, in all rows."""
+    whether they are all that may be drawn, bool [m], or None if they are in all rows."""
     V = logits_mV.shape[1]
     size = min(max(rows.largest_top_k, num_candidates if rows.sums_all else 0), V)
     ids_mC = _most_likely(logits_mV, ids_1V, size)
@@ -345,16 +345,16 @@ def _truncated(
 
 
 def _masses(logits_mC: Tensor) -> Tensor:
-    """exp of logits that are at most 0, as int64 multiples of `_MASS_UNIT`. By way of float64:
-    devices whose exp rounds differently then agree."""
+    """Compute exp of logits that are at most 0, as int64 multiples of `_MASS_UNIT`. It uses
+    float64, so that devices whose exp rounds differently agree."""
     return logits_mC.double().exp_().mul_(1 / _MASS_UNIT).long()
 
 
 def _most_likely(logits_mV: Tensor, ids_1V: Tensor, size: int) -> Tensor:
-    """The ids, int64 [m, size], of the largest logits, largest first, of equal ones the first.
+    """Find the ids, int64 [m, size], of the largest logits, largest first, of equal ones the first.
 
-    torch.topk takes any of equal values, and bf16 logits often are equal. So it is given integers
-    in the order of (logit, -id).
+    torch.topk takes any of equal values, and bf16 logits are often equal. So it gets integers in
+    the order of (logit, -id).
     """
     bits_mV = (logits_mV.float() + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     bits_mV = bits_mV ^ (bits_mV >> 31).bitwise_and_(0x7FFFFFFF)
@@ -363,13 +363,13 @@ def _most_likely(logits_mV: Tensor, ids_1V: Tensor, size: int) -> Tensor:
 
 
 def raw_log_probs(logits_nV: Tensor) -> Tensor:
-    """The model's own log-probabilities [n, V]: fp32 log-softmax of the untempered logits."""
+    """Compute the model's log-probabilities [n, V]: fp32 log-softmax of the untempered logits."""
     return logits_nV.float().log_softmax(dim=-1)
 
 
 def processed_log_probs(logits_nV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Log-probabilities [n, V], fp32, with which each row (from `adjust`) is drawn by its `params`:
-    tempered, truncated and renormalised. Those of tokens that cannot be drawn are -inf."""
+    """Compute log-probabilities [n, V], fp32, with which each row (from `adjust`) is drawn by its
+    `params`: tempered, truncated and renormalised, and -inf for tokens that cannot be drawn."""
     log_probs_nV = logits_nV.new_full(logits_nV.shape, -torch.inf, dtype=torch.float32)
     log_probs_nV.scatter_(1, logits_nV.argmax(dim=-1, keepdim=True), 0.0)
     ids_1V = _ids(logits_nV)
@@ -398,17 +398,17 @@ class Scores(NamedTuple):
 
 
 def score(log_probs_nV: Tensor, tokens_n: Tensor, top_n: int, logits_nV: Tensor) -> Scores:
-    """The log-probability of one token in each row, and of the `top_n` most likely ones. That of a
-    token below 0 means nothing; it is NaN where, and only where, the model's logits are those of
-    `NOT_FINITE`."""
+    """Return the log-probability of one token in each row, and of the `top_n` likeliest ones. That
+    of a token below 0 means nothing. It is NaN where, and only where, the model's logits are those
+    of `NOT_FINITE`."""
     of_tokens_n = log_probs_nV.gather(1, tokens_n.clamp(min=0).unsqueeze(1)).squeeze(1)
     of_tokens_n = torch.where(_is_finite(logits_nV), of_tokens_n, torch.nan)
     return Scores(of_tokens_n, *log_probs_nV.topk(min(top_n, log_probs_nV.shape[1]), dim=-1))
 
 
 class HostCopy:
-    """A copy of int64 and fp32 tensors of one device to the host, of all of them at once, which
-    runs next to what the device does next."""
+    """One copy of int64 and fp32 tensors of one device to the host, which runs while the device
+    goes on."""
 
     def __init__(self, tensors: Sequence[Tensor]):
         self._tensors, self._values, self._event = tensors, tensors[0], None
@@ -421,7 +421,7 @@ class HostCopy:
             self._event.record()
 
     def wait(self) -> list[list]:
-        """The values, as nested lists: the one wait of a step."""
+        """Wait for the values, the only wait of a step, and return them as nested lists."""
         if self._event is not None:
             self._event.synchronize()
         if len(self._tensors) == 1:

@@ -1,10 +1,10 @@
-"""Steps of no request: the warm-up, so that no request waits for kernels; what drafts cost; and the
-memory of the largest step.
+"""Steps of no request: the warm-up, so that no request waits for kernels; the times of drafts; and
+the memory of the largest step.
 
-A kernel is compiled at its first launch, and one that has several configs takes their times then,
-by which it runs ever after. torch and its libraries load theirs in the same way. So the warm-up
-launches all that later steps may, the largest of them first. Its steps go the way of all, over live
-slots that nobody has, the null page, and pages that are free.
+A kernel is compiled at its first launch. If it has several configs, it times them then, and keeps
+the fastest. torch and its libraries load their kernels in the same way. So the warm-up launches all
+kernels that later steps may launch, the largest steps first. Its steps run like all others, over
+live slots that nobody has, the null page, and free pages.
 """
 
 import logging
@@ -43,19 +43,19 @@ _DRAWN = [
 ]
 """Ways to draw tokens that launch different kernels."""
 _TIMED_DECODES = {"cpu": (1, 8), "cuda": (1, 8, 64)}
-"""Numbers of decodes whose drafts are timed, by the type of a device; a CPU is busy with the last
-one."""
+"""Numbers of decodes whose drafts are timed, by the type of a device. The last number keeps a CPU
+busy."""
 _TIMED_STEPS = 3, 12
 _TIMED_MICROSECONDS = 300_000
-"""Time spent on each number of decodes, about, between the least and the most steps: others may run
-on the machine, and then the shortest of many steps tells more."""
+"""Time spent on each number of decodes, about, between the least and the most steps. If other
+programs run on the machine, the shortest of many steps is more exact."""
 _TIMED_POSITION = 512
-"""Tokens before them, at most."""
+"""Largest number of tokens before these decodes."""
 
 
 def warm_up(runner: ModelRunner, max_tokens: int, saves: bool) -> float:
-    """Run it, on all ranks of a model, and return the seconds that it took. The engine has no
-    request yet, and nothing in its pool; pool and live slots are zeros again afterwards.
+    """Run the warm-up, on all ranks of a model, and return the seconds that it took. The engine has
+    no request and an empty pool; afterwards pool and live slots are zeros again.
 
     Args:
         runner: the engine's.
@@ -67,7 +67,7 @@ def warm_up(runner: ModelRunner, max_tokens: int, saves: bool) -> float:
     """
     began = time.perf_counter()
     context, memory = runner.context, runner.memory
-    launching = copy(runner)  # what it works out from weights, the graphs read
+    launching = copy(runner)  # graphs read the values that it derives from weights
     launching.graphs = None
     num_pages = len(memory.pool) - 1
     pages = np.arange(1, 1 + memory.spec.checkpoint_pages, dtype=np.int32)
@@ -100,9 +100,8 @@ def warm_up(runner: ModelRunner, max_tokens: int, saves: bool) -> float:
 @torch.inference_mode()
 def measure_draft_costs(runner: ModelRunner, max_tokens: int) -> DraftCosts:
     """Time steps of decodes without drafts, with one and with as many as there may be, all
-    rejected, on all ranks of a model, and return what all of them use. Where the model's
-    MTP head drafts, its passes count, too. Call it as `warm_up`, and
-    after it.
+    rejected, and return costs that all ranks use. If the model's MTP head drafts, its passes count,
+    too. Call it after `warm_up`, on all ranks of a model.
 
     max_tokens: of a step.
     """
@@ -173,16 +172,16 @@ def _decodes(
 def _plans(
     context: DynamicInferenceContext, max_tokens: int, pages: np.ndarray | None
 ) -> Iterator[StepPlan]:
-    """Prompts of several sizes, the largest first; decodes next to a prompt; decodes of each size
-    that has a graph; starts of requests.
+    """Yield prompts of several sizes, the largest first; decodes next to a prompt; decodes of each
+    size that has a graph; starts of requests.
 
-    pages: of a checkpoint; None: no state is saved.
+    pages: of a checkpoint, if states are saved.
     """
     most, longest = context.max_requests, context.max_sequence_length
     tables, kinds = _null_tables(context), cycle(_DRAWN)
 
     def works(counts: list[int]) -> list[Work]:
-        """One for each number of tokens, from position 0."""
+        """Make one work for each number of tokens, from position 0."""
         made = []
         for slot, count in enumerate(counts):
             draw = Draw(next(kinds), seed=0, sample_index=0, position=count)
@@ -212,7 +211,7 @@ def _plans(
 
 
 def _null_tables(context: DynamicInferenceContext) -> list[np.ndarray]:
-    """Block tables of the null page, as `Work.tables`, for the longest sequence."""
+    """Make block tables of the null page, as `Work.tables`, for the longest sequence."""
     spec, num_tokens = context.memory.spec, context.max_sequence_length
     groups = (spec.kv_pages_per_block, *(spec.pages_per_block[own] for own in spec.local_groups))
     return [np.zeros((spec.num_blocks(num_tokens), pages), np.int32) for pages in groups]
@@ -225,9 +224,9 @@ def measured_step_bytes(
     max_tokens: int,
     ranks: Ranks,
 ) -> int:
-    """Return how much a step of `max_tokens` tokens takes on a CUDA device besides pool, slots and
-    inputs: prompts at the end of the longest sequence, with the log-probabilities of all tokens.
-    Call it on all ranks of the model.
+    """Measure the bytes that a step of `max_tokens` tokens takes on a CUDA device besides pool,
+    slots and inputs: prompts at the end of the longest sequence, with the log-probabilities of all
+    tokens. Call it on all ranks of the model.
 
     context: over a pool of any size. The step reads and writes the null page and the live slots.
 
@@ -247,7 +246,7 @@ def measured_step_bytes(
 
 
 def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
-    """Return the most memory of a CUDA device that torch allocates at a time while `run` runs."""
+    """Measure the most memory of a CUDA device that torch allocates at a time in `run`."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     run()
