@@ -44,8 +44,8 @@ class Admitter:
         chunk_tokens: int | None,
         is_new_request: bool = True,
     ) -> Lease | None:
-        """Return a lease on the pages of a hit, with room for the rest; None without room.
-        is_new_request: the policy learns from it and may hold it back."""
+        """Return a lease on the pages of a hit, with room for the rest, or None without room.
+        is_new_request: whether the policy learns from the request and may hold it back."""
         path, checkpoint = hit.path, hit.checkpoint
         lease = self.lease_on(tokens, salt, hit)
         self._pages.hold(lease)
@@ -69,7 +69,7 @@ class Admitter:
         return lease
 
     def _pays_off(self, lease: Lease, capacity_tokens: int, chunk_tokens: int | None) -> bool:
-        """Admission test: evict only candidates worth less than one more concurrent request."""
+        """Test admission: make room only from candidates worth less than one more request."""
         running = len(self._leases)
         if self._mode != "restore" or not running:
             return True

@@ -1,4 +1,4 @@
-"""CacheContents: what a cache holds, read by the tiers below it and by those who draw it."""
+"""CacheContents: what a cache holds, for the tiers below it and for views of it."""
 
 from collections.abc import Callable
 
@@ -41,9 +41,9 @@ class CacheContents:
         tier_of: Callable[[Checkpoint], str] = tier_in_pool,
         num_tokens: int = 0,
     ) -> TreeChanges:
-        """Return what has changed in the tree since a version (None: all is new), with at most
-        `limit` edges (None: any number). The time is that of the changes, whatever the size of the
-        tree. tier_of, num_tokens: as for `view_edge`."""
+        """Return what has changed in the tree since a version (by default all of it), with at most
+        `limit` edges (by default any number). It takes as long as the changes need, whatever the
+        size of the tree. tier_of, num_tokens: as for `view_edge`."""
         journal = self._index.journal
         is_whole = since is None or not journal.knows(since)
         changed, removed, version = journal.since(None if is_whole else since, limit)
@@ -53,12 +53,12 @@ class CacheContents:
         return TreeChanges(is_whole, version, is_last, len(journal), tick, removed, views)
 
     def note_change(self, checkpoint: Checkpoint) -> None:
-        """Note that what is known of a checkpoint outside of the cache has changed."""
+        """Note that a tier has changed what it knows of a checkpoint."""
         if checkpoint.edge is not None:
             self._index.note(checkpoint.edge)
 
     def edge_number(self, tokens: np.ndarray, salt: str = "") -> int:
         """Return the number of the edge that spans the last known one of the leading tokens
-        (int32); 0 if none is known."""
+        (int32), or 0 if none is known."""
         edge, known = self._index.reach(salt, tokens)
         return edge.number if known else 0

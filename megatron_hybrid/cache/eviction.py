@@ -36,7 +36,7 @@ class CacheListener:
         """Handle a stored state before its eviction; its pages still hold the data."""
 
     def on_evict_blocks(self, edge: Edge, start: int) -> None:
-        """In pure attention, handle the KV of an edge after position `start` before its eviction;
+        """Handle the KV of an edge after position `start` before its eviction, in pure attention;
         its pages still hold the data."""
 
     def on_clear(self) -> None:
@@ -45,7 +45,7 @@ class CacheListener:
 
 def tail_start(edge: Edge, spec: CacheSpec) -> int:
     """Return the first position of a leaf's evictable KV: the end of the block of its deepest state
-    (a cut inside a block frees nothing); `edge.held_end` if there is none."""
+    (a cut inside a block frees nothing), or `edge.held_end` if there is no such KV."""
     if edge.parent is None or not edge.is_held_leaf():
         return edge.held_end
     if not edge.stored:
@@ -54,7 +54,7 @@ def tail_start(edge: Edge, spec: CacheSpec) -> int:
 
 
 def tail_key(edge: Edge, spec: CacheSpec, policy: Policy) -> Key | None:
-    """Return the key of a leaf's tail; None if it has no tail or no pages."""
+    """Return the key of a leaf's tail, or None if it has no tail or no pages."""
     if not spec.kv_pages_per_block or tail_start(edge, spec) == edge.held_end:
         return None
     value = policy.tail_value(edge)
@@ -81,8 +81,8 @@ class PinnedItems:
         self._num_unpinned = 0
 
     def pop(self) -> Edge | Checkpoint | None:
-        """Remove and return the item of the least key; None if there is none. It looks at all:
-        that is the last resort, and running requests pin few."""
+        """Remove and return the item of the least key, or None if there is none. It looks at all
+        items: it is the last resort, and running requests pin few."""
         item = min(self.entries, key=self.entries.__getitem__, default=None)
         self.entries.pop(item, None)
         return item
@@ -102,8 +102,8 @@ class PinnedItems:
 
 
 class Evictor:
-    """Frees pages by evicting the victims that the policy chooses. Implements `Evictable`. The
-    other parts of a cache find their common parts here."""
+    """Frees pages by evicting the victims that the policy chooses. It implements `Evictable`, and
+    has the parts that all parts of a cache share."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Evictor:
         """Evict until num_pages pages are free. Return whether they are.
 
         below: evict only items of a lesser key. force: when only pinned items are left, drop them
-        from the index, too (the leases keep their pages): unpinned pages may lie beneath them.
+        from the index, too, as unpinned pages may lie beneath them; the leases keep their pages.
         """
         # Any other change that makes an item evictable adds it to its heap.
         for item in self._pinned.unpin():
@@ -208,8 +208,8 @@ class Evictor:
             self.checkpoints.update(previous)
 
     def on_release(self, path: Path, local_start: int) -> None:
-        """Update the heaps after a request released its KV, or a part of that of local groups:
-        evicting the last state on its path now frees more, and so does evicting those with local
+        """Update the heaps after a request released its KV, or a part of that of local groups.
+        Evicting the last state on its path now frees more, and so does evicting those with local
         blocks of it. States on other branches wait for `refresh`. local_start: first token of the
         released local KV."""
         left = path.left(path.known)
@@ -231,7 +231,7 @@ class Evictor:
             items.clear()
 
     def least(self) -> tuple[Edge | Checkpoint, Key] | None:
-        """Return the item of the least key in all heaps, and the key; None if they are empty."""
+        """Return the item of the least key in all heaps, and the key, or None if there is none."""
         opportunistic = self.opportunistic.least()
         if opportunistic is not None:
             return self.opportunistic.top(), opportunistic
@@ -258,7 +258,7 @@ class Evictor:
         if checkpoint.pages is None:
             return True
         if not force and self.allocator.ref_counts[self._last_page(checkpoint)]:
-            return False  # a request holds all of its pages or none
+            return False  # a request holds all pages of a state or none
         for listener in self.listeners:
             listener.on_evict_state(checkpoint)
         self.record(EVICTED_STATE, checkpoint.position)

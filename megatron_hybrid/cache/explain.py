@@ -41,9 +41,9 @@ class KnownPosition:
     kind: Kind
     is_stored: bool
     was_stored: bool
-    """Its state was stored, then evicted."""
+    """Whether its state was stored, then evicted."""
     refused: bool
-    """Its state was wanted, but found no room."""
+    """Whether its state was wanted, but found no room."""
     uses: int
     """Requests that it served, or would have served."""
 
@@ -73,8 +73,8 @@ class Explanation:
     below: tuple[str, int] | None = None
     """A tier that has more of the prompt, and the tokens skipped after a fetch."""
     lacks_room: bool = False
-    """The pool has no room for the request now, next to those that run and what it would resume
-    from. It waits, or is computed, and may then skip less than this says."""
+    """Whether the pool has no room for the request now, in addition to running requests and what it
+    would resume from. It waits, or is computed, and may then skip less than this says."""
 
     @property
     def reason(self) -> MissReason | None:

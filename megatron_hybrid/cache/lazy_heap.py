@@ -5,8 +5,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 Key = tuple[int, float, int]
-"""Order of eviction, the least key first: class, value, last use. Class -1: opportunistic states.
-Class 0: KV from which no position resumes. Class 1: items with a value."""
+"""Order of eviction, the least key first: class, value, last use. Class -1 has opportunistic
+states, class 0 KV from which no position resumes, and class 1 items with a value."""
 
 MAX_STALE = 64
 """A heap is compacted when it has this many more stale entries than valid ones."""
@@ -19,9 +19,9 @@ class LazyHeap:
     reaches the top, a fallen key by `update` or `refresh`.
 
     Args:
-        key: of an item; None: it cannot be evicted.
-        max_risen: after this many risen keys in one search, the next item counts as the least
-            (None: no limit).
+        key: gives the key of an item, or None if it cannot be evicted.
+        max_risen: after this many risen keys in one search, the next item counts as the least. By
+            default there is no limit.
     """
 
     def __init__(self, key: Callable[[object], Key | None], max_risen: int | None = None):
@@ -62,8 +62,8 @@ class LazyHeap:
             heapq.heapify(self._heap)
 
     def least(self) -> Key | None:
-        """Return the least key, or after `max_risen` risen keys the next one; move its item to the
-        top."""
+        """Return the least key, or after `max_risen` risen keys the next one, and move its item to
+        the top."""
         risen = 0
         while self._heap:
             key, _, item = self._heap[0]

@@ -19,7 +19,7 @@ NO_LOCAL_END = 1 << 62
 
 @dataclass(frozen=True)
 class PageCopy:
-    """Copy the first `num_rows` tokens of one block, all layers of one group, page by page."""
+    """A copy of the first `num_rows` tokens of one block, all layers of one group, page by page."""
 
     group: int
     """Index into `CacheSpec.groups`."""
@@ -37,21 +37,21 @@ class Lease:
 
     salt: str
     tokens: np.ndarray
-    """int32: the prompt; after a commit, the array last given to `commit`."""
+    """The prompt, int32; after a commit, the array last given to `commit`."""
     shared_tokens: int
     """q: KV of full attention for positions < q is shared or copied, and written from q on."""
     skipped_tokens: int
-    """p: start of the prefill. p == L: no prefill, the saved hidden state gives the logits."""
+    """p: start of the prefill. With p == L there is none, as a saved hidden state gives logits."""
     report: PrefixReport
     path: Path
     """The longest path in the tree found for its tokens so far; see `Path.left`."""
 
     block_table: np.ndarray = field(init=False)
-    """int32 [M, kv_pages_per_block]: page ids by block index; columns as `CacheSpec.columns`.
+    """Page ids by block index, int32 [M, kv_pages_per_block]; columns as `CacheSpec.columns`.
     Tables are never changed in place: a change assigns a new array."""
     local_tables: list[np.ndarray] = field(default_factory=list)
-    """Tables in the order of `CacheSpec.local_groups`, int32 [M, pages_per_block]; page 0 (the null
-    page) where no later token sees the block. Local KV is written from position p on."""
+    """Tables in the order of `CacheSpec.local_groups`, int32 [M, pages_per_block], with page 0 (the
+    null page) where no later token sees the block. Local KV is written from position p on."""
     local_first: list[int] = field(default_factory=list)
     """Index, by local group, of the first held block."""
     capacity_tokens: int = 0
@@ -60,7 +60,7 @@ class Lease:
     """Tokens for which the local tables have room (whole blocks)."""
     own_blocks: list[int] | None = None
     """Lengths of the block table and of each local table without the blocks after them, which are
-    lent (`PrefixCache.lend`); None: nothing is lent."""
+    lent (`PrefixCache.lend`). It is None if nothing is lent."""
     done: int = field(init=False)
     """Tokens computed so far (p at first; the last `num_tokens_done` given to `commit`)."""
 
@@ -68,8 +68,8 @@ class Lease:
     """Copies to run before this lease's first forward, followed by
     `PrefixCache.restored(lease)`."""
     checkpoint_pages: np.ndarray | None = None
-    """int32 [checkpoint_pages]: state and last hidden state to restore. None: nothing to restore,
-    the slot starts from zeros (p == 0, or a model without recurrent state)."""
+    """State and last hidden state to restore, int32 [checkpoint_pages]. If it is None, the slot
+    starts from zeros (p == 0, or a model without recurrent state)."""
     wanted: dict[int, Kind] = field(default_factory=dict)
     """Ascending positions in (p, L] whose state this prefill should save, with their kinds; see
     `PrefixCache.positions_to_save`."""
@@ -78,7 +78,7 @@ class Lease:
     origin: Origin = NO_ORIGIN
     """The known prefix that its prompt continues."""
     lost_fork: int = 0
-    """A position in (p, q] whose state was lost and is worth saving again; 0 if there is none."""
+    """A position in (p, q] whose state was lost and is worth saving again, or 0."""
     unwatched: dict[int, Kind] = field(default_factory=dict)
     """Positions to watch once their tokens are in the tree, with their kinds."""
     refused: set[int] = field(default_factory=set)
@@ -92,7 +92,7 @@ class Lease:
     next_flush: int = 0
     """`commit` does nothing for single tokens below this position."""
     answered: bool = False
-    """Its request is complete."""
+    """Whether its request is complete."""
     released: bool = False
 
     def __post_init__(self):
@@ -115,7 +115,7 @@ class Lease:
 
     @property
     def local_start(self) -> int:
-        """First block of local KV that it holds; `NO_LOCAL_END` without local groups."""
+        """First block of local KV that it holds, or `NO_LOCAL_END` without local groups."""
         return min(self.local_first, default=NO_LOCAL_END)
 
 
@@ -129,7 +129,7 @@ class Reservation:
     kind: Kind
     """Its role in the request."""
     pages: np.ndarray
-    """int32 [checkpoint_pages]: targets of the state and the last hidden state."""
+    """Targets of the state and the last hidden state, int32 [checkpoint_pages]."""
     local_pages: list[np.ndarray]
     """The lease's own pages by local group, int32 [blocks, pages_per_block]."""
 

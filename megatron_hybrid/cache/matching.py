@@ -2,7 +2,7 @@
 
 Prefixes are never shared between salts. Only the operator may learn that another salt has the
 prefix: a tenant who knew could guess the prompts of other tenants, block by block. So counters and
-`explain` tell it, a request's own report does not.
+`explain` show it, but a request's own report does not.
 """
 
 from collections import OrderedDict
@@ -46,7 +46,7 @@ class Hit:
 
 def miss_reason(path: Path, tokens: np.ndarray, skipped: int, in_flight: int) -> MissReason | None:
     """Return why a request that may restore skips no more than `skipped` tokens: the first cause
-    that applies; None if all that was ever cached is used."""
+    that applies, or None if all that was ever cached is used."""
     if skipped == len(tokens):
         return None
     if in_flight:
@@ -65,7 +65,7 @@ def miss_reason(path: Path, tokens: np.ndarray, skipped: int, in_flight: int) ->
 
 def in_flight(leases: Iterable[Lease], tokens: np.ndarray, salt: str, skipped: int) -> int:
     """Return the deepest position of these tokens, beyond `skipped`, whose state a running request
-    has yet to save; 0 if there is none."""
+    has yet to save, or 0 if there is none."""
     return max((will_save(lease, tokens, salt, skipped) for lease in leases), default=0)
 
 
@@ -105,11 +105,11 @@ class PrefixLookup:
             self.salts.popitem(last=False)
 
     def look_up(self, tokens: np.ndarray, salt: str, recompute_reason: str | None) -> Hit:
-        """Match a prompt; one rule for all modes.
+        """Match a prompt.
 
-        off: q = p = 0. memory_only, or a recompute_reason: p = 0. restore: p is the deepest
-        checkpoint <= q; in pure attention p = q, but the prompt's last token is computed for its
-        logits if there is no checkpoint at its end.
+        With "off" q = p = 0. With "memory_only" or a recompute_reason p = 0. With "restore" p is
+        the deepest checkpoint <= q. In pure attention p = q, but the prompt's last token is
+        computed for its logits if there is no checkpoint at its end.
         """
         if self._mode == "off":
             return Hit(Path(None, [], 0, 0), 0, 0, None, MissReason.MODE)
@@ -132,8 +132,8 @@ class PrefixLookup:
         return Hit(path, max(shared, skipped), skipped, checkpoint, reason, coming)
 
     def known_elsewhere(self, tokens: np.ndarray, salt: str, known: int) -> int:
-        """Return the number of leading tokens known under another salt, if less than a block is
-        known under `salt`; 0 if it is less than a block."""
+        """Return the number of leading tokens known under another salt, or 0 if it is less than a
+        block, or if at least a block is known under `salt`."""
         size = self._spec.block_size_tokens
         if known >= size or self._mode != "restore":
             return 0

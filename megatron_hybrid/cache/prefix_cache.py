@@ -73,7 +73,7 @@ class PrefixCache:
         mode: "off" (nothing shared), "memory_only" (KV shared, all tokens computed), "restore".
         policy: decides placement, eviction and admission (default: `HybridPolicy`).
     Raises:
-        ValueError: unknown mode, num_pages < 2.
+        ValueError: the mode is unknown, or num_pages < 2.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class PrefixCache:
         """Return whether a request of capacity_tokens tokens fits in the empty pool.
 
         chunk_tokens: longest forward of one request (for local groups only; default: all tokens in
-        one forward). False: the request can never run; refuse it.
+        one forward). If it does not fit, the request can never run: refuse it.
         """
         most = self.spec.most_pages(capacity_tokens, chunk_tokens or capacity_tokens)
         return most < self.allocator.num_pages
@@ -118,7 +118,7 @@ class PrefixCache:
     def longest_forward(self, capacity_tokens: int, most_tokens: int) -> int:
         """Return the tokens of the longest forwards in which a request of capacity_tokens tokens
         fits in the empty pool: most_tokens, or in models with local groups a half of it, a fourth
-        ..; 0: it fits in none."""
+        and so on. It is 0 if the request fits in none."""
         while most_tokens and not self.fits(capacity_tokens, most_tokens):
             most_tokens = most_tokens // 2 if self.spec.local_groups else 0
         return most_tokens
@@ -126,7 +126,7 @@ class PrefixCache:
     def match(
         self, tokens: np.ndarray, salt: str = "", *, recompute_reason: str | None = None
     ) -> PrefixReport:
-        """Return how much of `tokens` (int32 [L]) could be shared and skipped now. No side
+        """Return how much of `tokens` (int32 [L]) could be shared and skipped now. It has no side
         effects."""
         tokens = _as_tokens(tokens)
         return self._lookup.look_up(tokens, salt, recompute_reason).report(len(tokens))
@@ -139,9 +139,9 @@ class PrefixCache:
         recompute_reason: str | None = None,
         chunk_tokens: int | None = None,
     ) -> Explanation:
-        """Return the result of `match` with reasons: known tokens, and positions with a state now
-        or before; and whether the pool has room for that. chunk_tokens: as for `acquire`. No side
-        effects."""
+        """Return the result of `match` with reasons: known tokens, positions with a state now or
+        before, and whether the pool has room for that. chunk_tokens: as for `acquire`. It has no
+        side effects."""
         tokens = _as_tokens(tokens)
         hit = self._lookup.look_up(tokens, salt, recompute_reason)
         path, lacks_room = hit.path, False
@@ -156,7 +156,7 @@ class PrefixCache:
 
     def can_resume(self, position: int, num_tokens: int, chunk_tokens: int | None = None) -> bool:
         """Return whether a prompt of num_tokens tokens fits in the pool together with the state at
-        `position` that it resumes from, and what the live leases hold. chunk_tokens: as for
+        `position` that it resumes from, and the pages of the live leases. chunk_tokens: as for
         `acquire`."""
         pages = self.spec.pages_to_resume(position, num_tokens, chunk_tokens or num_tokens)
         return pages + np.count_nonzero(self.allocator.ref_counts) < self.allocator.num_pages
@@ -187,7 +187,7 @@ class PrefixCache:
             readmitted: the request was admitted before and preempted; it counts once in `stats`.
         Returns:
             The lease, or None if the request cannot start now. Either it does not fit, and nothing
-            changed; or it is held back (`admitter.py`): it would evict more than one more
+            changed. Or it is held back (`admitter.py`): it would evict more than one more
             concurrent request is worth, and only candidates of a lesser value were evicted. When no
             other lease is live and `fits` is true, it always fits, if needed by evicting the state
             that it would resume from.
@@ -238,9 +238,9 @@ class PrefixCache:
 
         Whole blocks of KV are shared as far as they are cached. Before the first forward or commit
         the caller writes the live slot, the full-attention KV from `lease.shared_tokens` on, and
-        the local KV from `CacheSpec.first_local_block` on. Arguments as in `acquire`. None: it does
-        not fit now, and nothing changed. When no other lease is live and `fits` is true, it always
-        fits.
+        the local KV from `CacheSpec.first_local_block` on. Arguments are those of `acquire`. If it
+        does not fit now, return None and change nothing. When no other lease is live and `fits` is
+        true, it always fits.
         """
         tokens, size = _as_tokens(tokens), self.spec.block_size_tokens
         path = self._index.walk(salt, tokens)
@@ -262,8 +262,8 @@ class PrefixCache:
         capacity_tokens: int,
         chunk_tokens: int | None = None,
     ) -> Lease | None:
-        """`adopt` for a request that was preempted after `tokens`. before: its released lease; the
-        new lease takes over its report and the positions still to save."""
+        """Call `adopt` for a request that was preempted after `tokens`. before: its released lease,
+        whose report and positions still to save the new lease takes over."""
         if not before.released:
             raise ValueError(
                 "the lease of a preempted request must be released before it is resumed"
@@ -293,8 +293,8 @@ class PrefixCache:
         lease.done.
 
         Full blocks are shared; the partial last ones are copied (new.copies, then `restored(new)`).
-        The caller copies the live slot. capacity_tokens: default num_tokens + 1.
-        None: it does not fit now, and nothing changed.
+        The caller copies the live slot. capacity_tokens: default num_tokens + 1. If it does not fit
+        now, return None and change nothing.
         """
         lease.check_live()
         if num_tokens != lease.done:
@@ -328,8 +328,8 @@ class PrefixCache:
 
     @rolled_back
     def restored(self, lease: Lease) -> None:
-        """Unpin the sources of lease.copies and of the load of lease.checkpoint_pages, which have
-        been issued, and empty both fields."""
+        """Unpin the sources of lease.copies and of lease.checkpoint_pages, whose copies have been
+        issued, and empty both fields."""
         lease.check_live()
         if lease.pins:
             self.allocator.release(np.concatenate([pages.ravel() for pages in lease.pins]))
@@ -343,8 +343,8 @@ class PrefixCache:
         chunk_tokens from lease.done on (default: up to capacity_tokens). Call it before every
         forward; it is cheap if there is room.
 
-        False: it does not fit now, and nothing changed. When no other lease is live, no reservation
-        is pending and `fits` is true, it always fits.
+        If it does not fit now, return False and change nothing. When no other lease is live, no
+        reservation is pending and `fits` is true, it always fits.
         """
         lease.check_live()
         end = forward_end(lease, capacity_tokens, chunk_tokens)
@@ -362,8 +362,8 @@ class PrefixCache:
 
     @rolled_back
     def lend(self, lease: Lease, start: int, end: int) -> int:
-        """Make room for tokens [start, end) that may be rejected, from pages that are free: it
-        evicts nothing. Call `settle` before the next operation that needs pages.
+        """Make room for tokens [start, end) that may be rejected, from free pages, without
+        evictions. Call `settle` before the next operation that needs pages.
 
         Returns:
             The end of the room, in [start, end]. It also lies before the first position after
@@ -375,7 +375,7 @@ class PrefixCache:
         return self._pages.lend(lease, start, min(end, min(to_save, default=end + 1) - 1))
 
     def settle(self, lease: Lease) -> None:
-        """Take back what `lend` has given, except blocks with computed tokens. Needs no memory."""
+        """Take back the blocks of `lend` without computed tokens. It needs no memory."""
         lease.check_live()
         if lease.own_blocks is not None:
             with suppress(MemoryError):  # the next call takes them back
@@ -399,7 +399,7 @@ class PrefixCache:
         Call it after every step. tokens: int32; its first num_tokens_done elements must not change.
         They become visible to other requests when a block fills, after a forward of more than one
         token, with flush=True (before the lease ends), and when a checkpoint is published. Local
-        blocks that no later token sees are then released. answered: the request is complete;
+        blocks that no later token sees are then released. answered: True for a complete request;
         implies flush. Lack of memory is no error: tokens then become visible later, or never.
         """
         lease.check_live()
@@ -443,9 +443,9 @@ class PrefixCache:
 
     def positions_to_save(self, lease: Lease, end: int) -> list[int]:
         """Return the positions in (lease.done, end] whose state the forward up to `end` should
-        save: wanted positions of the prompt, and ends of intervals in the answer, ascending; then
-        opportunistic ones. Call `reserve_checkpoint` in this order, then `publish_checkpoint` for
-        each."""
+        save: wanted positions of the prompt, ascending, then its opportunistic ones, then ends of
+        intervals in the answer. Call `reserve_checkpoint` in this order, then `publish_checkpoint`
+        for each."""
         found = []
         if lease.saves_more:  # so that decode steps do not scan `wanted`
             wanted = [position for position in lease.wanted if lease.done < position <= end]
@@ -456,11 +456,11 @@ class PrefixCache:
 
     def known_after(self, lease: Lease, tokens: np.ndarray, most: int) -> np.ndarray:
         """Return up to `most` tokens (int32) that are known after all of the lease's `tokens`
-        (int32 [L]), under its salt: where several follow, those used last. No side effects."""
+        (int32 [L]) under its salt, of several those used last. It has no side effects."""
         return self._index.known_after(lease.salt, tokens, most, lease.path)
 
     def want(self, lease: Lease, position: int) -> None:
-        """Save the state at a later position, too, where another request will leave this prompt."""
+        """Let a state be saved at a later position, too, where another request leaves this one."""
         self._wanted.set(lease, {position: Kind.JUNCTION, **lease.wanted})
 
     @rolled_back
@@ -469,11 +469,11 @@ class PrefixCache:
     ) -> Reservation | None:
         """Reserve pages for the state after `position` tokens. Call it before the forward that
         passes `position` (after `extend`), or with position == lease.done for the present state.
-        wanted: a request waits for the state, so it may evict any unpinned item.
+        wanted: whether a request waits for the state, so that it may evict any unpinned item.
 
-        None, never an error: no room among candidates of a lesser value (counted), the mode is not
-        "restore", the state is already stored, or it would save no work. Raises ValueError if the
-        position is before lease.done or beyond the room.
+        Return None if there is no room among candidates of a lesser value (which is counted), the
+        mode is not "restore", the state is stored already, or it would save no work. Raise
+        ValueError if the position is before lease.done or beyond the room.
         """
         lease.check_live()
         limit = min(lease.capacity_tokens, lease.local_end)
@@ -535,7 +535,7 @@ class PrefixCache:
     def publish_checkpoint(self, reservation: Reservation) -> bool:
         """Make a state visible, after the forward, the copy into reservation.pages, and a `commit`
         that reaches its position. Return False if another request published it first (the pages are
-        released). Raises ValueError before that commit, or on the second call."""
+        released). Raise ValueError before that commit, or on the second call."""
         lease, position = reservation.lease, reservation.position
         reservation.check_pending()
         if lease.done < position:
@@ -556,7 +556,7 @@ class PrefixCache:
         return first
 
     def abandon(self, reservation: Reservation) -> None:
-        """Release a reservation whose forward did not run. Needs no memory. Raises ValueError on
+        """Release a reservation whose forward did not run. It needs no memory. Raise ValueError on
         the second call."""
         reservation.check_pending()
         reservation.lease.reservations.remove(reservation)
@@ -578,8 +578,8 @@ class PrefixCache:
                 lease.local_released = NO_LOCAL_END
 
     def release(self, lease: Lease) -> None:
-        """Release all pages of a lease: pending reservations are abandoned, committed tokens stay
-        cached. Needs no memory. Raises ValueError on the second call."""
+        """Release all pages of a lease. Pending reservations are abandoned, committed tokens stay
+        cached. It needs no memory. Raise ValueError on the second call."""
         lease.check_live()
         reservations, lease.reservations = lease.reservations, []
         self._end(lease)
@@ -615,7 +615,7 @@ class PrefixCache:
         self._evictor.listeners.append(listener)
 
     def unwatch(self, listener: CacheListener) -> None:
-        """Remove a listener. Raises ValueError if it was not added."""
+        """Remove a listener. Raise ValueError if it was not added."""
         self._evictor.listeners.remove(listener)
 
     # ---- the whole cache ----
@@ -664,8 +664,8 @@ class PrefixCache:
         return self._digest
 
     def check_integrity(self) -> None:
-        """Recount the holders of every page, and the watched positions. Raises RuntimeError if an
-        invariant is broken."""
+        """Recount the holders of every page, and check the tree. Raise RuntimeError if an invariant
+        is broken."""
         if self._is_miscounted:
             self._recover()
         self.allocator.check_integrity()
@@ -718,7 +718,7 @@ class PrefixCache:
 
 
 def _as_tokens(tokens: np.ndarray) -> np.ndarray:
-    """Return tokens as int32 [L], L >= 1. Raises ValueError otherwise."""
+    """Return tokens as int32 [L], L >= 1. Raise ValueError if they are not such."""
     array = np.asarray(tokens)
     if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
         raise ValueError(

@@ -49,7 +49,7 @@ class PrefixReport:
     skipped_tokens: int
     """p: leading prompt tokens that were not computed; p <= q."""
     miss_reason: MissReason | None
-    """Why no more tokens were skipped; None: all that was ever cached of this prompt was used."""
+    """Why no more tokens were skipped, or None if all that was cached of this prompt was used."""
     checkpoints_saved: int = 0
     checkpoints_skipped: int = 0
     """Wanted checkpoints for which there was no room."""

@@ -1,4 +1,4 @@
-"""TreeChanges: the index as plain data, or what has changed in it, for drawing it."""
+"""TreeChanges: the index, or what has changed in it, as plain data for views."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class StateView(NamedTuple):
     """Number of the edge that spans its position."""
     position: int
     tier: str
-    """Place of the data: "pool", "host" or "disk"; "evicted": in none of them."""
+    """Place of the data: "pool", "host" or "disk", or "evicted" if it is in none of them."""
     kind: str
     """Name of its `Kind`, in lower case."""
     uses: int
@@ -33,13 +33,13 @@ class EdgeView(NamedTuple):
     number: int
     """The same as long as the edge exists."""
     parent: int
-    """Number of the edge before it; 0: it starts at a root."""
+    """Number of the edge before it, or 0 if it starts at a root."""
     start: int
     end: int
     held_end: int
     """End of the KV in the pool; tokens after it are known, not held."""
     last_use: int
-    """Tick of the cache then: see `TreeChanges`."""
+    """Tick of the cache at the last use, see `TreeChanges`."""
     first_tokens: list[int]
     """The requested number of tokens."""
     states: list[StateView]
@@ -51,11 +51,11 @@ class TreeChanges:
     """What has changed in the tree since a version."""
 
     is_whole: bool
-    """These are not changes: the version was none, or is too old. Forget what was known."""
+    """Whether this is the whole tree, as there was no known version: forget earlier answers."""
     version: Version
-    """Up to which these are the changes."""
+    """Version that these changes lead to."""
     is_last: bool
-    """Whether that is the present. Until then an edge may lack its parent."""
+    """Whether that is the present one. Until then an edge may lack its parent."""
     num_edges: int
     """Edges of the whole tree."""
     tick: int
@@ -63,7 +63,7 @@ class TreeChanges:
     removed: list[int]
     """Numbers of edges that are gone."""
     edges: list[EdgeView]
-    """New ones and changed ones, as they are now, without an order."""
+    """New and changed edges, as they are now, in no order."""
 
 
 def tier_in_pool(checkpoint: Checkpoint) -> str:

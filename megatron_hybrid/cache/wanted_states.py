@@ -1,5 +1,5 @@
 """WantedStates: the positions of running requests whose states are saved, or only watched.
-ExpectedRequests: what waiting requests are to resume from has a known use."""
+ExpectedRequests: waiting requests, which give the states that they will resume from a known use."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -68,7 +68,7 @@ class WantedStates:
         return Kind.JUNCTION
 
     def watch_up_to(self, lease: Lease, edge: Edge, num_tokens: int) -> None:
-        """Watch a lease's positions among its first num_tokens tokens; edge: that of the last."""
+        """Watch a lease's positions among its first num_tokens tokens. edge: that of the last."""
         for position in [p for p in lease.unwatched if p <= num_tokens]:
             self.watch(lease, edge.at(position), position, lease.unwatched.pop(position))
 
@@ -88,8 +88,8 @@ class WantedStates:
         return checkpoint
 
     def keep(self, checkpoint: Checkpoint, kind: Kind, origin: Origin) -> None:
-        """A stored state is wanted as one of this kind: if it was opportunistic, it is kept by its
-        value from now on."""
+        """Note that a stored state is wanted as one of this kind. If it was opportunistic, it is
+        kept by its value from now on."""
         if checkpoint.kind is Kind.OPPORTUNISTIC and kind is not Kind.OPPORTUNISTIC:
             self._evictor.opportunistic.discard(checkpoint)
             checkpoint.kind, checkpoint.origin = kind, origin
@@ -110,8 +110,8 @@ class ExpectedRequests:
         return len(self._resumed)
 
     def add(self, request_id: int, tokens: np.ndarray, salt: str = "") -> None:
-        """A request with these tokens (int32 [L]) waits for its start: until `discard`, what
-        it is to resume from has a known use. A second call for the same request does nothing."""
+        """Note that a request with these tokens (int32 [L]) waits. Until `discard`, the state that
+        it will resume from has a known use. A second call for the same request does nothing."""
         if not self._restores or request_id in self._resumed:
             return
         self._resumed[request_id] = found = None
@@ -125,7 +125,7 @@ class ExpectedRequests:
             self._evictor.policy.on_wait(found, 1)
 
     def discard(self, request_id: int) -> None:
-        """A request starts, or is gone: the counterpart of `add`, if that was called."""
+        """Note that a request starts, or is gone, if `add` was called for it."""
         found = self._resumed.pop(request_id, None)
         if found is not None:
             self._evictor.policy.on_wait(found, -1)

@@ -1,11 +1,11 @@
-"""Journal: what has changed since a version, without a look at the rest."""
+"""Journal: lists what has changed since a version, without a look at the rest."""
 
 from collections import deque
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 MAX_REMOVED = 10_000
-"""Removed items that are told of; who lacks more begins anew."""
+"""Most removed items that are remembered; a reader that has missed more begins anew."""
 T = TypeVar("T")
 
 
@@ -36,19 +36,19 @@ class Journal(Generic[T]):
         return item in self._changed
 
     def note(self, item: T) -> None:
-        """An item is new or has changed."""
+        """Note that an item is new or has changed."""
         self._num_changes += 1
         self._changed.pop(item, None)
         self._changed[item] = self._num_changes
 
     def remove(self, item: T, number: int) -> None:
-        """An item is gone; who has it knows it by its number."""
+        """Note that an item is gone. Readers know it by its number."""
         self._changed.pop(item, None)
         self._num_removed += 1
         self._removed.append(number)
 
     def clear(self) -> None:
-        """All items are gone: no earlier version is known any more."""
+        """Forget all items, so that no earlier version is known any more."""
         self._changed.clear()
         self._removed.clear()
         self._num_removed += 1
@@ -62,10 +62,10 @@ class Journal(Generic[T]):
     def since(
         self, version: Version | None, limit: int | None
     ) -> tuple[list[T], list[int], Version]:
-        """Items that have changed since a version that it knows (None: all that there are), those
-        of the longest ago first; the numbers of removed ones; and the version up to which that is.
+        """Return the items that have changed since a known version (by default all items), the
+        earliest changes first; the numbers of removed items; and the version that this leads to.
 
-        limit: most items; None: any number. The version is the present if there are fewer.
+        limit: most items, by default any number. The version is the present one if all fit.
         """
         seen, num_removed = version or Version(0, self._num_removed)
         changed = []

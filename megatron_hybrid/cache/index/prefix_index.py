@@ -60,7 +60,7 @@ class PrefixIndex:
 
     Args:
         block_size_tokens: B.
-        pages_per_block: columns of a page row (0: no full attention).
+        pages_per_block: columns of a page row, 0 without full attention.
         allocator: counts the pages that edges and checkpoints hold (`cache`, `uncache`).
     """
 
@@ -99,8 +99,8 @@ class PrefixIndex:
         self, salt: str, tokens: np.ndarray, seen: Path | None = None
     ) -> tuple[Edge | None, int]:
         """Return the edge that spans the last known one of the leading tokens (int32), and the
-        number of known tokens. The edge is the root if no token is known, None if the salt has no
-        root.
+        number of known tokens. The edge is the root if no token is known, and None if the salt has
+        no root.
 
         seen: an earlier path of a prefix or an extension of tokens; its valid part is not compared
         again.
@@ -122,8 +122,8 @@ class PrefixIndex:
     def known_after(
         self, salt: str, tokens: np.ndarray, most: int, seen: Path | None = None
     ) -> np.ndarray:
-        """Return up to `most` tokens (int32) that are known after all of `tokens` (int32 [L]):
-        where paths part, those of the edge used last. seen: as in `reach`."""
+        """Return up to `most` tokens (int32) that are known after all of `tokens` (int32 [L]).
+        Where paths part, they follow the edge used last. seen: as in `reach`."""
         edge, known = self.reach(salt, tokens, seen)
         if edge is None or known < len(tokens):
             return tokens[:0]
@@ -135,8 +135,8 @@ class PrefixIndex:
         return np.concatenate(parts)
 
     def held_edge(self, path: Path, position: int) -> Edge | None:
-        """Return the edge that spans a position on an earlier path, if KV is held up to there.
-        None: it is not held, or only a look-up can tell."""
+        """Return the edge that spans a position on an earlier path, if KV is held up to there. It
+        is None if KV is not held, or if only a look-up can find out."""
         if path.cuts != self._cuts:
             return None
         edge, known = path.left(position) or (None, 0)
@@ -165,7 +165,7 @@ class PrefixIndex:
             yield from edge.checkpoints.values()
 
     def note(self, edge: Edge) -> None:
-        """Note that an edge, or what is known of its checkpoints, has changed."""
+        """Note that an edge or one of its checkpoints has changed."""
         if edge.parent is not None:
             self.journal.note(edge)
 
@@ -201,8 +201,8 @@ class PrefixIndex:
     def touch(self, path: Path) -> None:
         """Mark the known tokens of a path as used now.
 
-        All of an edge has one last use: the last edge is split where the match ends, and
-        consecutive edges without a fork between them are joined.
+        An edge has one last use. So the last edge is split where the match ends, and consecutive
+        edges without a fork between them are joined.
         """
         edges = path.edges
         if edges and path.known < edges[-1].end:
@@ -265,7 +265,7 @@ class PrefixIndex:
 
     def _put_rows(self, edge: Edge, pages: np.ndarray, first: int) -> None:
         """Append rows from block `first` on. If the last block was partial, the first row of
-        `pages` has all of its tokens and more, and replaces it."""
+        `pages` has all of its tokens and more, and replaces its row."""
         row = first - edge.first_block
         replaced = edge.pages(self._block_size)[row:]
         edge._pages = with_room(edge._pages, row + len(replaced), row + len(pages))
@@ -315,8 +315,7 @@ class PrefixIndex:
     def watch(
         self, edge: Edge, position: int, kind: Kind, now: int, origin: Origin = NO_ORIGIN
     ) -> Checkpoint:
-        """Return the checkpoint at a position on this edge; if there is none, add one without a
-        state."""
+        """Return the checkpoint at a position on this edge, or add one without a state."""
         checkpoint = edge.checkpoints.get(position)
         if checkpoint is None:
             self._trim_watched(edge, MAX_WATCHED - 1)
@@ -376,8 +375,8 @@ class PrefixIndex:
             edge = edge.parent
 
     def drop_kv(self, edge: Edge, new_end: int) -> None:
-        """Release the KV of a held leaf beyond new_end, where no state is; all of its KV if new_end
-        is not beyond its start. The tokens stay known."""
+        """Release the KV of a held leaf beyond new_end, where no state is, or all of its KV if
+        new_end is not beyond its start. The tokens stay known."""
         new_end = max(new_end, edge.start)
         rows = edge.pages(self._block_size)
         end = -(-new_end // self._block_size) if new_end > edge.start else edge.first_block
@@ -401,8 +400,8 @@ class PrefixIndex:
             self._forgettable[edge] = None
 
     def _needed_end(self, edge: Edge) -> int:
-        """Return the position after which a leaf's tokens are not needed: the end of its KV;
-        without full attention, its last state."""
+        """Return the position after which a leaf's tokens are not needed: the end of its KV, or
+        without full attention its last state."""
         if self._pages_per_block:
             return edge.held_end
         deepest = edge.deepest_checkpoint(edge.end)
@@ -508,7 +507,7 @@ class PrefixIndex:
                 self.on_tail(run[-1])
 
     def clear(self) -> None:
-        """Forget everything. MemoryError: everything is forgotten, but the pages were not
+        """Forget everything. After a MemoryError everything is forgotten, but the pages are not
         recounted."""
         for edge in list(self.edges()):
             for checkpoint in edge.checkpoints.values():

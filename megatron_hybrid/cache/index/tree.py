@@ -1,7 +1,7 @@
 """The parts of the prefix index: edges with KV blocks along them, checkpoints, and paths.
 
 An edge spans the positions (start, end] of its path. It has the tokens there, and KV up to
-`held_end`: one row of pages for each block that has at least one of these tokens. Behind held_end
+`held_end`: one row of pages for each block that has at least one of these tokens. After `held_end`
 the tokens are only known: their KV was dropped, but the policy still learns from forks and ghost
 entries there. KV is held from the root on: an edge that lacks some has no held descendants.
 
@@ -38,17 +38,17 @@ class Kind(IntEnum):
     INTERVAL = 5
     """One of several positions at equal distances."""
     OPPORTUNISTIC = 6
-    """One of a grid of positions whose states are saved only in free pages, and go first when room
-    is needed. Nothing is learnt from them."""
+    """One of a grid of positions whose states are saved only in free pages, and are evicted first.
+    Nothing is learnt from them."""
 
 
 class Origin(NamedTuple):
     """The known prefix that a request continues."""
 
     resumed_from: Kind | None = None
-    """The kind of end that it continues: `PROMPT_END` or `ANSWER_END`; None: neither."""
+    """The kind of end that it continues, `PROMPT_END` or `ANSWER_END`, or None for neither."""
     mostly_known: bool = False
-    """True if a request that continues neither had more known tokens than new ones."""
+    """Whether a request that continues neither had more known tokens than new ones."""
 
 
 NO_ORIGIN = Origin()
@@ -61,14 +61,14 @@ class Checkpoint:
     Without a state it is a ghost entry."""
 
     edge: Edge | None
-    """None: the tokens were forgotten."""
+    """It is None if the tokens were forgotten."""
     position: int
     kind: Kind
     now: InitVar[int]
     origin: Origin = NO_ORIGIN
     """The known prefix that the first request to reach the position continued."""
     pages: np.ndarray | None = None
-    """None: not stored."""
+    """Pages of the state, or None if it is not stored."""
     local_pages: Sequence[np.ndarray] = ()
     was_stored: bool = False
     tier_key: bytes | None = None
@@ -88,7 +88,8 @@ class Checkpoint:
         self.born = self.last_use = now
 
     def page_lists(self) -> list[np.ndarray]:
-        """Return its pages as flat arrays: one of the state, one per local group, no page twice."""
+        """Return its pages as flat arrays, one of the state and one per local group, without
+        repeats."""
         return [self.pages, *(pages.ravel() for pages in self.local_pages)]
 
     @property
@@ -164,7 +165,7 @@ class Edge:
         return self._tokens[: self.end - self.start]
 
     def num_rows(self, block_size: int) -> int:
-        """Return the number of page rows: blocks first_block .. ceil(held_end / B) - 1; 0 if
+        """Return the number of page rows: blocks first_block .. ceil(held_end / B) - 1, or 0 if
         nothing is held."""
         if self.held_end == self.start:
             return 0
@@ -175,8 +176,8 @@ class Edge:
         return self._pages[: self.num_rows(block_size)]
 
     def page_before(self, position: int, block_size: int) -> int:
-        """Return a page of the block of the token before a held position; the null page if blocks
-        have no pages."""
+        """Return a page of the block of the token before a held position, or the null page if
+        blocks have no pages."""
         if not self._pages.shape[1]:
             return NULL_PAGE
         return int(self._pages[(position - 1) // block_size - self.first_block, 0])
@@ -240,9 +241,9 @@ class Path:
 
     def left(self, limit: int) -> tuple[Edge, int] | None:
         """Return the edge that spans the last of the first `limit` known tokens of this path after
-        the tree changed, and the number of these tokens; None: search from the root. Unless an edge
-        lost its end, tokens before the end of an edge never change: splits and joins move its
-        start."""
+        the tree changed, and the number of these tokens, or None if a search begins at the root.
+        Unless an edge lost its end, tokens before the end of an edge never change: splits and joins
+        move its start."""
         edge, known = self.edges[-1] if self.edges else None, min(limit, self.known)
         if edge is None or edge.parent is None or not known:
             return None
@@ -259,8 +260,7 @@ class Path:
         return np.concatenate(rows)
 
     def deepest_checkpoint(self) -> Checkpoint | None:
-        """Return the last stored checkpoint at a known position; KV is held up to every stored
-        one."""
+        """Return the last stored checkpoint at a known position. KV is held up to it."""
         return self.edges[-1].deepest_on_path(self.known) if self.edges else None
 
     def checkpoints(self) -> list[Checkpoint]:

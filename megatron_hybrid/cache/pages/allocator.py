@@ -17,7 +17,7 @@ class PageAllocator:
     call allocates memory before it changes anything: after a MemoryError nothing has changed.
 
     Raises:
-        ValueError: fewer than two pages.
+        ValueError: there are fewer than two pages.
     """
 
     def __init__(self, num_pages: int):
@@ -42,7 +42,7 @@ class PageAllocator:
         return n <= self.num_free + self.num_evictable
 
     def allocate(self, n: int) -> np.ndarray | None:
-        """Return n pages with one request reference each, int32 [n]; None if fewer are free."""
+        """Return n pages with one request reference each, int32 [n], or None if fewer are free."""
         if n > self.num_free:
             return None
         pages = self._free[self.num_free - n : self.num_free][::-1].copy()
@@ -51,7 +51,7 @@ class PageAllocator:
         return pages
 
     def retain(self, pages: np.ndarray) -> None:
-        """Add a request reference to each page. Raises RuntimeError if a page is free, or already
+        """Add a request reference to each page. Raise RuntimeError if a page is free, or already
         has 32,767 (the most that int16 can count)."""
         at = indices(pages)
         refs = self.ref_counts[at]
@@ -65,7 +65,7 @@ class PageAllocator:
         self.num_evictable -= unheld
 
     def release(self, pages: np.ndarray) -> None:
-        """Remove a request reference from each page. Raises RuntimeError if a page has none."""
+        """Remove a request reference from each page. Raise RuntimeError if a page has none."""
         at = indices(pages)
         refs = self.ref_counts[at]
         if np.count_nonzero(refs) < at.size:
@@ -85,7 +85,7 @@ class PageAllocator:
         self._push(free)
 
     def cache(self, pages: np.ndarray) -> None:
-        """Add an index reference to each page. Raises RuntimeError if a page is free."""
+        """Add an index reference to each page. Raise RuntimeError if a page is free."""
         at = indices(pages)
         counts = self.cached_counts[at]
         if np.count_nonzero(counts | self.ref_counts[at]) < at.size:
@@ -93,7 +93,7 @@ class PageAllocator:
         self.cached_counts[at] = counts + 1
 
     def uncache(self, pages: np.ndarray) -> None:
-        """Remove an index reference from each page. Raises RuntimeError if a page has none."""
+        """Remove an index reference from each page. Raise RuntimeError if a page has none."""
         at = indices(pages)
         counts = self.cached_counts[at]
         if np.count_nonzero(counts) < at.size:
@@ -140,14 +140,13 @@ class PageAllocator:
 
 
 def indices(pages: np.ndarray) -> np.ndarray:
-    """Return the pages as a flat intp array: numpy converts indices of other types at every
-    access."""
+    """Return the pages as a flat intp array, as numpy converts other indices at every access."""
     return pages.ravel().astype(np.intp)
 
 
 def with_room(array: np.ndarray, used: int, needed: int) -> np.ndarray:
-    """Return the array if it has `needed` rows; else a copy of its first `used` rows, at least 1/64
-    longer. It grows by little: most arrays never grow again, and copies are cheap."""
+    """Return the array if it has `needed` rows, else a copy of its first `used` rows, at least 1/64
+    longer. It grows by little, as most arrays never grow again, and copies are cheap."""
     if needed <= len(array):
         return array
     length = max(needed, len(array) + len(array) // 64)

@@ -1,8 +1,8 @@
 """LeasePages: the pages of a lease, from the first reference to the last.
 
 A lease first gets the matched pages (`attach`) and references them (`hold`), then gets room to
-write (`open`, `grow`); local blocks that no later token sees are released (`roll`), at the end all
-pages (`release`). Callers check `has_room` before anything changes.
+write (`open`, `grow`). Local blocks that no later token sees are released (`roll`), and at the end
+all pages (`release`). Callers check `has_room` before anything changes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,8 +30,8 @@ class LeasePages:
     ) -> None:
         """Enter the pages that a new lease resumes from. Their counts do not change.
 
-        rows: pages of the blocks of [0, q); local_rows: per local group those of
-        `CacheSpec.local_blocks` at p (default: none, the caller supplies them). Full blocks enter
+        rows: pages of the blocks of [0, q). local_rows: per local group those of
+        `CacheSpec.local_blocks` at p; by default the caller supplies their bytes. Full blocks enter
         the lease's tables; a partial last block is pinned, to be copied.
         """
         spec, size = self._spec, self._spec.block_size_tokens
@@ -95,8 +95,7 @@ class LeasePages:
         lease.next_flush = (lease.done // size + 1) * size
 
     def _missing(self, lease: Lease, capacity_tokens: int, end: int) -> tuple[int, list[int]]:
-        """Return the number of blocks that the block table, and each local table, lack for this
-        room."""
+        """Count the blocks that the block table, and each local table, lack for this room."""
         blocks = self._spec.num_blocks(max(capacity_tokens, lease.shared_tokens))
         end = self._spec.num_blocks(end)
         return (
@@ -105,12 +104,12 @@ class LeasePages:
         )
 
     def num_needed(self, lease: Lease, capacity_tokens: int, end: int) -> int:
-        """Return the number of pages that this room takes beyond those of the lease."""
+        """Count the pages that this room takes beyond those of the lease."""
         return self._num_pages(*self._missing(lease, capacity_tokens, end))
 
     def most_needed(self, lease: Lease, capacity_tokens: int, chunk_tokens: int | None) -> int:
         """Return the most pages that this room takes at a time beyond those of the lease, over all
-        forwards of at most chunk_tokens tokens: a later forward also needs the blocks that its
+        forwards of at most chunk_tokens tokens. A later forward also needs the blocks that its
         first token sees. Blocks released by the lease meanwhile are still held by the state that it
         resumed from."""
         blocks, local_blocks = self._missing(lease, capacity_tokens, capacity_tokens)
@@ -121,7 +120,7 @@ class LeasePages:
         return self._num_pages(blocks, map(min, local_blocks, most))
 
     def _num_pages(self, blocks: int, local_blocks: Iterable[int]) -> int:
-        """Return the pages of so many blocks of full attention, and of each local group."""
+        """Count the pages of so many blocks of full attention, and of each local group."""
         spec = self._spec
         per_block = (spec.pages_per_block[group] for group in spec.local_groups)
         return blocks * spec.kv_pages_per_block + sum(map(mul, local_blocks, per_block))
@@ -144,8 +143,8 @@ class LeasePages:
         self._note_room(lease)
 
     def lend(self, lease: Lease, start: int, end: int) -> int:
-        """Append blocks of free pages for tokens up to `end`, or as many as there are for. Return
-        the end of the room; at least `start`."""
+        """Append blocks of free pages for tokens up to `end`, or for as many as there are pages.
+        Return the end of the room, at least `start`."""
         while end > start and self.num_needed(lease, end, end) > self._allocator.num_free:
             end -= 1
         if end > start:
@@ -155,7 +154,7 @@ class LeasePages:
         return end
 
     def settle(self, lease: Lease) -> None:
-        """Release the lent blocks after the computed tokens. The others are its own."""
+        """Release the lent blocks after the computed tokens. The lease keeps the others."""
         tables, used = [lease.block_table, *lease.local_tables], self._spec.num_blocks(lease.done)
         ends = [max(own, used) for own in lease.own_blocks]
         lent = [table[end:].ravel() for table, end in zip(tables, ends)]
@@ -172,8 +171,8 @@ class LeasePages:
         return self._allocator.allocate(needed).reshape(blocks, pages_per_block)
 
     def roll(self, lease: Lease) -> int | None:
-        """Release the local blocks that no later token sees. Return the first block that it held
-        before; None if nothing was released."""
+        """Release the local blocks that no later token sees. Return the first block that the lease
+        held before, or None if nothing was released."""
         start, rolled = lease.local_start, False
         for i, group in enumerate(self._spec.local_groups):
             first, held = self._spec.first_local_block(group, lease.done), lease.local_first[i]

@@ -37,9 +37,9 @@ class KVGroup:
     bytes_per_token: Annotated[int, Range(ge=1)]
     """K and V of ONE layer, one token."""
     window: Annotated[int, Range(ge=1)] | None = None
-    """The token at position t sees (t - window, t]; None: not windowed."""
+    """Length of the window: the token at position t sees (t - window, t]."""
     chunk: Annotated[int, Range(ge=1)] | None = None
-    """The token at position t sees [t // chunk * chunk, t]; None: not chunked."""
+    """Length of the chunks: the token at position t sees [t // chunk * chunk, t]."""
 
     def __post_init__(self):
         check_fields(self, "KVGroup.")
@@ -51,7 +51,7 @@ class KVGroup:
 
     @property
     def reach(self) -> int | None:
-        """Most tokens that a token sees, itself included; None: all of them."""
+        """Most tokens that a token sees, itself included, or None if it sees all."""
         return self.chunk if self.window is None else self.window
 
     def first_visible(self, position: int) -> int:
@@ -77,12 +77,12 @@ class CacheSpec:
     hidden_bytes: int
     """Last hidden state of one sequence; 0 if the end of a prompt needs no logits."""
     encoded_state_bytes: int | None = None
-    """Bytes of these states in a checkpoint; None: `state_bytes`."""
+    """Bytes of these states in a checkpoint; by default `state_bytes`."""
     attention_parity: Annotated[float, Range(gt=0, le=math.inf)] = math.inf
     """Tokens of context at which full attention is half of a token's work."""
     model_bytes: tuple[int, int] | None = None
     """Bytes of a checkpoint of the whole model over all ranks, without local blocks, and of its
-    full-attention KV per token. So interval states have the same positions as on one rank."""
+    full-attention KV per token. They give interval states the same positions as on one rank."""
 
     def __post_init__(self):
         check_fields(self, "CacheSpec.")
@@ -101,11 +101,11 @@ class CacheSpec:
     def page_bytes(self) -> int:
         """Bytes of every page in the pool.
 
-        One group: a block is one page. Several: a whole number of pairs of one group, such that a
-        block of every group fills whole pages. Of the sizes with at most MAX_PADDING in each group,
-        choose the one with the fewest pages (long tables cost time); if there is none, the one with
-        the least padding. The limit holds for each group, since requests decide how many blocks of
-        each there are.
+        With one group, a block is one page. With several, a page has a whole number of pairs of one
+        group, and a block of every group fills whole pages. Of the sizes with at most MAX_PADDING
+        in each group, it is the one with the fewest pages (long tables cost time), or if there is
+        none, that with the least padding. The limit holds for each group, since requests decide how
+        many blocks of each there are.
         """
         if not self.groups:
             return STATE_ONLY_PAGE_BYTES
@@ -136,7 +136,7 @@ class CacheSpec:
 
     @cached_property
     def pages_per_block(self) -> tuple[int, ...]:
-        """Return the pages of one block in all layers, by group."""
+        """Pages of one block in all layers, by group."""
         return tuple(
             -(-group.num_layers // self.pairs_per_page(i)) for i, group in enumerate(self.groups)
         )
@@ -164,7 +164,7 @@ class CacheSpec:
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Bytes of a live slot: whole pages, so that an exact checkpoint is a copy of its bytes."""
+        """Bytes of a live slot, whole pages, so that an exact checkpoint is a copy of its bytes."""
         pages = -(-(self.state_bytes + self.hidden_bytes) // self.page_bytes)
         return max(1, pages) * self.page_bytes
 
@@ -175,7 +175,7 @@ class CacheSpec:
 
     @cached_property
     def kv_bytes_per_token(self) -> int:
-        """K and V of all full-attention layers."""
+        """Bytes of K and V of a token in all full-attention layers."""
         groups = (self.groups[i] for i in self.full_groups)
         return sum(group.num_layers * group.bytes_per_token for group in groups)
 
@@ -186,13 +186,13 @@ class CacheSpec:
 
     @cached_property
     def local_bytes(self) -> int:
-        """K and V of all tokens that one token sees in the local groups."""
+        """Bytes of K and V of all tokens that one token sees in the local groups."""
         groups = (self.groups[i] for i in self.local_groups)
         return sum(group.num_layers * group.bytes_per_token * group.reach for group in groups)
 
     @cached_property
     def local_reach(self) -> int:
-        """Most tokens that a token sees in any local group; 0 without one."""
+        """Most tokens that a token sees in any local group, or 0 without one."""
         return max((self.groups[i].reach for i in self.local_groups), default=0)
 
     @cached_property
@@ -201,8 +201,8 @@ class CacheSpec:
         return self.state_bytes > 0 or bool(self.local_groups)
 
     def work(self, start: int, end: int) -> float:
-        """Return the work to compute the tokens [start, end), in units of a token without context:
-        attention adds position / attention_parity to each."""
+        """Return the work to compute the tokens [start, end), in units of a token without context.
+        Attention adds position / attention_parity to each."""
         return (end - start) * self.mean_work(start, end)
 
     def mean_work(self, start: int, end: int) -> float:
@@ -214,15 +214,15 @@ class CacheSpec:
         return -(-num_tokens // self.block_size_tokens)
 
     def tokens_in(self, num_pages: int) -> int:
-        """Return the number of tokens whose full-attention KV fits in so many pages, without any
-        checkpoint; 0 without full attention."""
+        """Count the tokens whose full-attention KV fits in so many pages, without any checkpoint.
+        It is 0 without full attention."""
         if not self.kv_pages_per_block:
             return 0
         return num_pages // self.kv_pages_per_block * self.block_size_tokens
 
     def states_in(self, num_pages: int) -> int:
-        """Return the number of checkpoints that fit in so many pages, each with the local blocks of
-        its own and without KV of full attention; 0 if nothing is to be saved."""
+        """Count the checkpoints that fit in so many pages, each with local blocks of its own and
+        without KV of full attention. It is 0 if nothing is to be saved."""
         if not self.needs_state:
             return 0
         local = (
@@ -246,7 +246,7 @@ class CacheSpec:
     def max_local_blocks(self, group: int, chunk_tokens: int) -> int:
         """Return the most blocks of a local group that a request of any length holds if its
         forwards have at most chunk_tokens tokens. A forward writes all its tokens before it reads
-        any, so it needs room for them besides the tokens that its first token sees."""
+        any, so it needs room for them in addition to the tokens that its first token sees."""
         reach = self.groups[group].reach
         return self.num_blocks(reach - 1) + self.num_blocks(chunk_tokens - 1) + 1
 

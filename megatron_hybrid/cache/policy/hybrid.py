@@ -32,13 +32,13 @@ STEP_TOKENS = 200
 memory traffic of accelerators, bf16 (A100 312 T / 2.0 T = 156, H200 989 T / 4.8 T = 206, H100 989 T
 / 3.35 T = 295)."""
 ANSWERS = 64
-"""Answers that their mean length is taken over."""
+"""Number of answers in the running mean of their lengths."""
 
 
 def saved_by_one_more(running: int, answer_tokens: float) -> float:
-    """Work per request, in tokens, saved by one more request next to `running` others: concurrent
-    requests share the cost of a step, but their KV evicts states that waiting ones would resume
-    from. With few running requests the first weighs more, with many the second.
+    """Compute the work per request, in tokens, saved by one more request next to `running` others.
+    Concurrent requests share the cost of a step, but their KV evicts states that waiting ones would
+    resume from. With few running requests the first weighs more, with many the second.
 
     A request takes one step for its prompt and one per token of its answer; its share of a step
     falls from 1 / running to 1 / (running + 1). Steps that it has waited count as tokens of its
@@ -56,7 +56,7 @@ class AnswerLengths:
         self._observed = 0
 
     def observe(self, tokens: int) -> None:
-        """An answer of so many tokens ended."""
+        """Take the length of an answer that ended into the mean."""
         self._observed = min(self._observed + 1, ANSWERS)
         self.mean += (tokens - self.mean) / self._observed
 
@@ -132,7 +132,7 @@ class HybridPolicy(Policy):
         return value_per_page(self._new_rate(new), work, pages)
 
     def replaces(self, new: NewState) -> bool:
-        """Return whether the previous state is worth less than the tokens between both."""
+        """Return whether the previous state is worth less than the tokens between both states."""
         parts, previous = self.parts, new.previous
         if previous is None or not (parts.price and self._needs_state):
             return False
@@ -141,7 +141,7 @@ class HybridPolicy(Policy):
         return self._new_rate(new) * gained > self.reuse.rate(previous) * lost
 
     def _new_rate(self, new: NewState) -> float:
-        """Expected uses per request of a new state."""
+        """Return the expected uses per request of a new state."""
         if new.known is not None:
             return self.reuse.rate(new.known)
         return self.reuse.new_rate(new.kind, new.origin)

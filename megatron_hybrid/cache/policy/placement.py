@@ -14,7 +14,7 @@ NO_INTERVAL = 1 << 62
 def tail_position(
     prompt_tokens: int, skipped_tokens: int, weights: Iterable[tuple[int, float]]
 ) -> int:
-    """The position near the end of a prompt where a state saves its successors most tokens.
+    """Find the position near the end of a prompt where a state saves its successors most tokens.
 
     weights: `TailDistances.weights`. A state d tokens before the end serves the successors that
     part at most d tokens before the end, and saves each of them the tokens from p to the state.
@@ -38,14 +38,13 @@ def prefill_positions(
     least_gain: int,
     opportunistic_tokens: int,
 ) -> dict[int, Kind]:
-    """Positions in (p, L] whose state a prefill from p to L should save, with their kinds.
+    """Choose the positions in (p, L] whose state a prefill from p to L should save, with kinds.
 
-    The prompt's end; the junction (known_tokens); positions declared by the caller; starts of
-    messages; the tail (`tail_position`); positions at equal intervals (`next_interval`), for
-    prompts that part earlier, and in between opportunistic states every opportunistic_tokens
-    tokens.
-    least_gain: least tokens between the start of a message and the resumed state, or the last such
-    start: each turn of a chat starts right after the last answer.
+    These are the prompt's end, the junction (known_tokens), positions declared by the caller,
+    starts of messages, the tail (`tail_position`), positions at equal intervals (`next_interval`),
+    for prompts that part earlier, and in between opportunistic states every opportunistic_tokens
+    tokens. least_gain: least tokens between the start of a message and the resumed state, or the
+    last such start, as each turn of a chat starts right after the last answer.
     """
     wanted = {prompt_tokens: Kind.PROMPT_END}
     for position in (known_tokens, *declared):
@@ -66,26 +65,26 @@ def prefill_positions(
 
 
 def most_wanted(positions: Iterable[int], wanted: Mapping[int, Kind], limit: int) -> list[int]:
-    """Return at most `limit` of these positions, ascending: ends and junctions before other kinds,
-    deep ones before shallow ones. wanted: kinds by position; a missing one is that of an
-    interval."""
+    """Return at most `limit` of these positions, ascending. Ends and junctions are chosen before
+    other kinds, and deep positions before shallow ones. wanted: kinds by position; a missing one is
+    that of an interval."""
     kept = sorted(positions, key=lambda p: (wanted.get(p, Kind.INTERVAL) > Kind.JUNCTION, -p))
     return sorted(kept[:limit])
 
 
 def next_interval(position: int, interval_tokens: int) -> int:
-    """The first multiple of interval_tokens after a position, in a prompt or in its answer."""
+    """Return the first multiple of interval_tokens after a position, in a prompt or its answer."""
     return (position // interval_tokens + 1) * interval_tokens
 
 
 def choose_interval(
     checkpoint_bytes: int, kv_bytes_per_token: int, local_reach: int, block_size_tokens: int
 ) -> int:
-    """Tokens of an interval, whole blocks. `NO_INTERVAL` where there is no KV to compare with.
+    """Choose the tokens of an interval, whole blocks, or `NO_INTERVAL` without full attention.
 
     Interval states take no more memory than the full-attention KV between them, and hold each block
     of local KV at most once: they are no closer than local_reach, the most tokens that a token sees
-    in a local group (0: there is none).
+    in a local group, or 0.
     """
     if not kv_bytes_per_token:
         return NO_INTERVAL
@@ -99,7 +98,7 @@ def saves_work(position: int, prompt_tokens: int, needs_state: bool) -> bool:
 
 
 def worth_waiting(own_resume: int, other_done: int, other_position: int) -> bool:
-    """Single flight: whether to wait for a running request with the same prefix.
+    """Return whether to wait for a running request with the same prefix (single flight).
 
     own_resume: position at which this prompt could start now. other_done: tokens that the other
     request has computed. other_position: the deepest shared position that it will make restorable.

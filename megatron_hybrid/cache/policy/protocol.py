@@ -60,16 +60,16 @@ class Evictable(Protocol):
     """The candidates for eviction, as `Policy.victim` and `Policy.maintain` see them."""
 
     def least(self) -> tuple[Edge | Checkpoint, Key] | None:
-        """The candidate of the least value, by a heap over `Policy.state_value` and `tail_value`;
-        None: there is none."""
+        """Return the candidate of the least value, by a heap over `Policy.state_value` and
+        `tail_value`, or None."""
 
     def candidates(self) -> Iterator[Edge | Checkpoint]:
-        """All candidates: stored states, and leaves with a tail of KV to drop. Some may be pinned;
-        `make_room` then asks again without these."""
+        """Yield all candidates: stored states, and leaves with a tail of KV to drop. Some may be
+        pinned; `make_room` then asks again without these."""
 
     def refresh(self, most: int) -> None:
         """Recompute the next `most` values, in rotation. Only values that fall need it; those that
-        rise are noticed when they reach the top of the heap."""
+        have risen are noticed at the top of the heap."""
 
 
 class Policy(Protocol):
@@ -89,12 +89,12 @@ class Policy(Protocol):
 
     @abstractmethod
     def positions(self, prompt: Prompt) -> tuple[dict[int, Kind], dict[int, Kind]]:
-        """Positions in (p, L] whose state the prefill should save, and positions that are only
-        watched."""
+        """Return the positions in (p, L] whose state the prefill should save, and positions that
+        are only watched."""
 
     def new_value(self, new: NewState) -> float:
-        """Value per page of a new state: candidates of a lesser value are evicted for it. infinity:
-        it is saved at any price."""
+        """Return the value per page of a new state. Candidates of a lesser value are evicted for
+        it; with infinity it is saved at any price."""
         return math.inf
 
     def replaces(self, new: NewState) -> bool:
@@ -107,48 +107,48 @@ class Policy(Protocol):
     def on_request(
         self, path: Path, resumed: Checkpoint | None, prompt_tokens: int
     ) -> tuple[Origin, int]:
-        """A prompt was admitted. path: its known tokens. resumed: the state that it is restored
-        from. Returns its origin, and the position of a lost state in (p, q] that is worth saving
-        again (0: none)."""
+        """Note that a prompt was admitted. path: its known tokens. resumed: the state that it is
+        restored from. Return its origin, and the position of a lost state in (p, q] that is worth
+        saving again, or 0."""
 
     def on_watch(self, checkpoint: Checkpoint) -> None:
-        """A position is watched from now on."""
+        """Note that a position is watched from now on."""
 
     def on_wait(self, checkpoint: Checkpoint, more: int) -> None:
-        """Note that `more` requests more wait to start from this checkpoint."""
+        """Note that `more` further requests wait to start from this checkpoint, or fewer if < 0."""
 
     def on_finish(self, answer_tokens: int) -> None:
-        """A request ended; its answer had so many tokens."""
+        """Note that a request ended, with so many tokens in its answer."""
 
     def maintain(self, evictable: Evictable) -> None:
-        """Called once per admitted request."""
+        """Do the work that is due once per admitted request."""
 
     # ---- eviction ----
 
     def state_value(self, checkpoint: Checkpoint, ref_counts: np.ndarray) -> float:
-        """Value per page of a stored state; ties are broken by `last_use`, oldest first.
+        """Return the value per page of a stored state. Ties are broken by `last_use`, oldest first.
         ref_counts: `PageAllocator.ref_counts`."""
         return 0.0
 
     def tail_value(self, edge: Edge) -> float | None:
-        """Value per page of the last block of a leaf's KV; None: no position resumes from it, so it
-        is evicted before anything with a value. Ties are broken by `last_access`, oldest first."""
+        """Return the value per page of the last block of a leaf's KV, or None if no position
+        resumes from it, so that it is evicted first. Ties are broken by `last_access`."""
         return None if self.spec.needs_state else 0.0
 
     def equal_start(self, edge: Edge, start: int) -> int:
-        """The position, in [start, start of the last block], from which on the blocks of a leaf are
-        worth no more than the last one: these may be dropped at once."""
+        """Return the position, in [start, start of the last block], from which on the blocks of a
+        leaf are worth no more than the last one, so that they may be dropped at once."""
         return start
 
     def victim(self, evictable: Evictable) -> tuple[Edge | Checkpoint, Key] | None:
-        """The candidate to evict next, and its key; None: there is none."""
+        """Return the candidate to evict next and its key, or None."""
         return evictable.least()
 
     # ---- admission ----
 
     def admission_value(self, running: int, held_back: int) -> float:
-        """Value of one more request next to `running` others: it starts if the candidates that have
-        to be evicted for all its pages are worth less. held_back: refused attempts in a row."""
+        """Return the value of one more request next to `running` others. It starts if candidates
+        to evict for all its pages are worth less. held_back: refused attempts in a row."""
         return math.inf
 
 

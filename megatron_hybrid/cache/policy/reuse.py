@@ -7,7 +7,7 @@ entry). Each request that it would serve is a use.
 The rate of a state is its uses over its lifetime (hyperbolic caching: Blankstein, Sen, Freedman,
 ATC 2017), times the probability that its last use was not the final one: sessions end unnoticed
 (the BG/NBD model of customers: Fader, Hardie, Lee, Marketing Science 2005). Two numbers per fate
-make up for what a young state has not shown yet: how likely a next use is, and how long it takes.
+replace what a young state has not shown yet: how likely a next use is, and how long it takes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PRIOR_PROBABILITY = 0.3
 PRIOR_GAP = 100.0
 """Requests until a next use before any was observed."""
 WEIGHT = 2
-"""Weight of a prior, in uses: of all fates for one fate, of its fate's gap for a state's own."""
+"""Weight of a prior in uses: that of all fates in one fate, and that of a fate in one state."""
 MEMORY = 1000
 """States of one fate after which its counts are halved, so that new traffic is learnt."""
 MOST_PROBABLE = 0.9
@@ -45,7 +45,7 @@ PRIOR_DISTANCES = (0, 32, 128, 512)
 
 @dataclass(frozen=True)
 class PolicyFlags:
-    """The parts of `HybridPolicy`, each of which can be left out, to measure its contribution:
+    """The parts of `HybridPolicy`, each of which can be left out to measure its contribution, as
     benchmarks/replay/ablations.py does."""
 
     # eviction
@@ -74,32 +74,32 @@ class PolicyFlags:
     fork_uses: bool = True
     """A fork that could have served counts as used."""
     resumed_from: bool = True
-    """Sessions are told apart by the kind of end that they resume."""
+    """Sessions are distinguished by the kind of end that they resume."""
     mostly_known: bool = True
-    """Requests are told apart by whether more of their tokens were known than new."""
+    """Requests are distinguished by whether more of their tokens were known than new."""
 
 
 ALL_FLAGS = PolicyFlags()
 
 
 class TailDistances:
-    """Histogram of the distances before the end of a prompt at which successors leave it; 0: they
-    continue from the end.
+    """Histogram of the distances before the end of a prompt at which successors leave it. It is 0
+    for those that continue from the end.
 
-    Where a different question follows a document each time, a state at the very end serves no other
-    prompt; one at the usual distance before the end serves most.
+    If a different question follows a document each time, a state at the very end serves no other
+    prompt, but one at the usual distance before the end serves most.
     """
 
     def __init__(self):
         self._recent: deque[int] = deque(PRIOR_DISTANCES, WINDOW)
 
     def observe(self, distance: int) -> None:
-        """A prompt left another one `distance` tokens before the end of that one."""
+        """Note that a prompt left another one `distance` tokens before the end of that one."""
         self._recent.append(distance)
 
     def observe_path(self, path: Path, known: list[Checkpoint]) -> None:
-        """A prompt leaves the known ones: observe how far before the nearest end of one. The end
-        may lie beyond forks: the newest branch leads to one.
+        """Observe how far before the nearest end of a known prompt a new prompt leaves it. The end
+        may lie beyond forks; then it is that of the newest branch.
 
         Args:
             path: its known tokens, at least one.
@@ -117,7 +117,7 @@ class TailDistances:
             self.observe(min(ends) - path.known)
 
     def weights(self) -> Iterator[tuple[int, float]]:
-        """(distance, share of the prompts that part at it or later), ascending distances."""
+        """Yield (distance, share of the prompts that part at it or later), ascending distances."""
         sooner = 0
         for distance, count in sorted(Counter(self._recent).items()):
             sooner += count
@@ -125,16 +125,16 @@ class TailDistances:
 
 
 def _prompt_ends(edge: Edge, start: int) -> list[int]:
-    """Positions on an edge, from `start` on, where prompts ended."""
+    """List the positions on an edge, from `start` on, where prompts ended."""
     ends = [c.position for c in edge.checkpoints.values() if c.kind == Kind.PROMPT_END]
     return [position for position in ends if position >= start]
 
 
 class FateCounts:
-    """What became of the states of one fate, which are expected to fare alike.
+    """Counts of the uses of the states of one fate, which are expected to have similar ones.
 
     Args:
-        mean: counts of all fates, the prior; None: these are the counts of all.
+        mean: counts of all fates, the prior; by default these are the counts of all.
     """
 
     def __init__(self, mean: FateCounts | None = None):
@@ -143,7 +143,7 @@ class FateCounts:
         self._expected: tuple[int, float, float] = -1, PRIOR_PROBABILITY, PRIOR_GAP
 
     def add_state(self, now: int) -> None:
-        """A state has this fate from now on. now: admitted requests."""
+        """Count a state that has this fate from now on. now: admitted requests."""
         self._states += 1
         if self._states > MEMORY:
             self._states, self._uses, self._gaps = self._states / 2, self._uses / 2, self._gaps / 2
@@ -153,7 +153,7 @@ class FateCounts:
             self._mean.add_state(now)
 
     def add_use(self, gap: int) -> None:
-        """One of the states was used, `gap` requests after it got this fate."""
+        """Count a use of one of the states, `gap` requests after it got this fate."""
         self._uses += 1
         self._gaps += gap
         self._changed()
@@ -164,7 +164,7 @@ class FateCounts:
         self._expected = -1, 0.0, 0.0
 
     def expected(self, now: int) -> tuple[float, float]:
-        """Probability of a next use, and mean requests until it; fitted once per request."""
+        """Fit the probability of a next use and the mean requests until it, once per request."""
         fitted, probability, gap = self._expected
         if fitted != now:
             prior, prior_gap = PRIOR_PROBABILITY, PRIOR_GAP
@@ -205,17 +205,17 @@ class ReuseModel:
         return self._counts[checkpoint.kind, checkpoint.origin, checkpoint.uses > 0]
 
     def new_rate(self, kind: Kind, origin: Origin) -> float:
-        """Expected uses per request of a state that is about to be saved."""
+        """Return the expected uses per request of a state that is about to be saved."""
         probability, gap = self._counts[kind, origin, False].expected(self.now)
         return probability / gap
 
     def rate(self, checkpoint: Checkpoint) -> float:
-        """Expected uses per request of a watched position.
+        """Return the expected uses per request of a watched position.
 
-        uses / lifetime, both with a prior of `WEIGHT` uses at the mean gap of its fate, x P(its
-        last use was not the final one). If it was not, the time without use had the likelihood
-        (time to the last use / lifetime) ^ uses. Before its first use a state's lifetime is its
-        age; the first use starts it anew.
+        This is uses / lifetime, both with a prior of `WEIGHT` uses at the mean gap of its fate, x
+        P(its last use was not the final one). If it was not, the time without use had the
+        likelihood (time to the last use / lifetime) ^ uses. Before its first use a state's lifetime
+        is its age; the first use starts it anew.
         """
         probability, gap = self._counts_of(checkpoint).expected(self.now)
         uses = (checkpoint.uses or 1) - 1 + WEIGHT
@@ -227,11 +227,11 @@ class ReuseModel:
         return max(rate, checkpoint.waiting / self.num_waiting) if checkpoint.waiting else rate
 
     def watch(self, checkpoint: Checkpoint) -> None:
-        """A checkpoint is new."""
+        """Count a new checkpoint."""
         self._counts_of(checkpoint).add_state(self.now)
 
     def count_use(self, checkpoint: Checkpoint) -> None:
-        """A request resumed from this checkpoint, or would have if its state were stored."""
+        """Count a request that resumed from this checkpoint, or would have if it were stored."""
         self._counts_of(checkpoint).add_use(self.now - checkpoint.last_use)
         checkpoint.uses += 1
         checkpoint.last_use = self.now
@@ -242,8 +242,8 @@ class ReuseModel:
     def observe(
         self, path: Path, resumed: Checkpoint | None, prompt_tokens: int
     ) -> tuple[Origin, int]:
-        """A prompt was admitted. Counts the states that it used or would have used, and its
-        distance from the end of the prompt that it leaves. Call it before the path changes.
+        """Count the states that an admitted prompt used or would have used, and its distance from
+        the end of the prompt that it leaves. Call it before the path changes.
 
         Counterfactual credit: the deepest known position, and every fork deeper than the resumed
         one, count as used (such as a system prompt, when every chat after it lost its own state).
@@ -283,7 +283,7 @@ class ReuseModel:
         return self._origin(deepest, 2 * path.known > prompt_tokens), lost_fork
 
     def _origin(self, deepest: Checkpoint, mostly_known: bool) -> Origin:
-        """Origin of a request with this deepest known position."""
+        """Return the origin of a request with this deepest known position."""
         parts = self._parts
         if deepest.kind > Kind.ANSWER_END:
             return Origin(mostly_known=mostly_known and parts.mostly_known)
@@ -291,8 +291,8 @@ class ReuseModel:
 
 
 def whole_power(base: float, exponent: int) -> float:
-    """base^exponent by products, which give all ranks the same bits; infinity if it is too
-    large."""
+    """Compute base^exponent by products, which give all ranks the same bits. It is infinity if it
+    is too large."""
     result = 1.0
     while exponent:
         if exponent & 1:

@@ -14,21 +14,19 @@ from megatron_hybrid.cache.policy.reuse import ALL_FLAGS, PolicyFlags, ReuseMode
 
 
 def value_per_page(rate: float, work: float, pages: int) -> float:
-    """Work saved per page and request."""
+    """Return the work saved per page and request."""
     return rate * work / (pages or 1)
 
 
 def kv_pages(tokens: int, spec: CacheSpec) -> int:
-    """Pages of full-attention KV of `tokens` tokens, rounded down."""
+    """Count the pages of full-attention KV of `tokens` tokens, rounded down."""
     return tokens * spec.kv_pages_per_block // spec.block_size_tokens
 
 
 def tail_value(edge: Edge, spec: CacheSpec, reuse: ReuseModel) -> float | None:
-    """Value of a leaf's last block in pure attention; None: no watched position needs it.
-
-    Its work is that of an average block of the edge: it took the most work, but serves only
-    together with the blocks before it.
-    """
+    """Return the value of a leaf's last block in pure attention, or None if no watched position
+    needs it. Its work is that of an average block of the edge: it took the most work, but serves
+    only together with the blocks before it."""
     beyond = rates_beyond(edge, last_block(edge, spec), reuse)
     if not beyond:
         return None
@@ -37,13 +35,13 @@ def tail_value(edge: Edge, spec: CacheSpec, reuse: ReuseModel) -> float | None:
 
 
 def last_block(edge: Edge, spec: CacheSpec) -> int:
-    """First position of the last block that an edge holds KV of."""
+    """Return the first position of the last block that an edge holds KV of."""
     return (edge.held_end - 1) // spec.block_size_tokens * spec.block_size_tokens
 
 
 def rates_beyond(edge: Edge, position: int, reuse: ReuseModel) -> list[float]:
-    """Expected uses per request of the watched positions on an edge beyond `position`: in pure
-    attention a block serves every request that resumes beyond its start."""
+    """List the expected uses per request of the watched positions on an edge beyond `position`. In
+    pure attention a block serves every request that resumes beyond its start."""
     return [
         reuse.rate(checkpoint)
         for watched, checkpoint in edge.checkpoints.items()
@@ -52,8 +50,8 @@ def rates_beyond(edge: Edge, position: int, reuse: ReuseModel) -> list[float]:
 
 
 def equal_start(edge: Edge, start: int, spec: CacheSpec, reuse: ReuseModel) -> int:
-    """The position, `start` or later, from which on the blocks of a leaf are worth no more than the
-    last one, in pure attention: these may be dropped at once."""
+    """Return the position, `start` or later, from which on the blocks of a leaf are worth no more
+    than the last one, in pure attention, so that they may be dropped at once."""
     block = last_block(edge, spec)
     inner = sorted([p for p in edge.checkpoints if start < p <= block], reverse=True)
     rate = max(rates_beyond(edge, block, reuse), default=0.0) if inner else 0.0
@@ -67,15 +65,15 @@ def equal_start(edge: Edge, start: int, spec: CacheSpec, reuse: ReuseModel) -> i
 def rebuild_work(
     previous: Checkpoint | None, position: int, spec: CacheSpec, parts: PolicyFlags = ALL_FLAGS
 ) -> float:
-    """Work to compute the state at a position again. previous: the stored state before it."""
+    """Return the work to compute the state at a position again from the stored state before it."""
     if not (spec.needs_state and parts.work):
         return 1.0  # KV alone resumes; only the last hidden state is missing
     return spec.work(previous.position if previous else 0, position)
 
 
 def exclusive_tokens(checkpoint: Checkpoint, previous: Checkpoint | None) -> int:
-    """Tokens whose KV no other state needs, for a state with none deeper on its paths: back to
-    `previous`, or to a fork that leads to another state."""
+    """Count the tokens whose KV no other state needs, for a state with none deeper on its paths:
+    back to `previous`, or to a fork that leads to another state."""
     edge = checkpoint.edge
     start = previous.edge if previous else None
     while edge is not start:
@@ -88,8 +86,8 @@ def exclusive_tokens(checkpoint: Checkpoint, previous: Checkpoint | None) -> int
 
 
 def kv_is_held(checkpoint: Checkpoint, spec: CacheSpec, ref_counts: np.ndarray) -> bool:
-    """Return whether a request holds the KV up to a checkpoint, so that it would stay without the
-    state. A request that resumes there holds the full blocks, and a copy of the last one."""
+    """Return whether a request holds the KV up to a checkpoint, so that this KV would stay without
+    the state. A request that resumes there holds the full blocks, and a copy of the last one."""
     size = spec.block_size_tokens
     position = checkpoint.position // size * size or checkpoint.position
     page = checkpoint.edge.at(position).page_before(position, size)
@@ -97,8 +95,8 @@ def kv_is_held(checkpoint: Checkpoint, spec: CacheSpec, ref_counts: np.ndarray) 
 
 
 def freed_pages(checkpoint: Checkpoint, ref_counts: np.ndarray) -> int:
-    """Pages of a stored state that its eviction would free: local blocks that a request holds would
-    stay."""
+    """Count the pages of a stored state that its eviction would free. Local blocks that a request
+    holds would stay."""
     pages = checkpoint.num_pages
     for local in checkpoint.local_pages:
         pages -= int(np.count_nonzero(ref_counts[indices(local)]))
@@ -112,7 +110,7 @@ def checkpoint_value(
     ref_counts: np.ndarray,
     parts: PolicyFlags = ALL_FLAGS,
 ) -> float:
-    """Value of a stored state. ref_counts: `PageAllocator.ref_counts`."""
+    """Return the value of a stored state. ref_counts: `PageAllocator.ref_counts`."""
     pages, previous = freed_pages(checkpoint, ref_counts), None
     if spec.needs_state:
         previous = checkpoint.previous()
