@@ -1,4 +1,4 @@
-"""DiskIndex: `index.sqlite3`, the records of a cache folder and where their pages are.
+"""DiskIndex: `index.sqlite3`, the records of a cache folder and the places of their pages.
 
 sqlite writes ahead (WAL) and locks the file for one connection, so it shares no memory with other
 processes. `synchronous` is FULL: a committed transaction survives a power failure. With NORMAL, a
@@ -60,11 +60,11 @@ class DiskIndex:
 
     Args:
         path: of an index, or of an empty file, which becomes one.
-        head: what the records depend on, by name.
+        head: values that the records depend on, by name.
 
     Raises:
-        CacheFolderError: the index is of another version or head, and has not changed.
-        DamagedIndexError: see there.
+        CacheFolderError: the index has another version or head. It has not changed.
+        DamagedIndexError: an index of this version cannot be read.
         OSError: it cannot be used. All methods but `close` may raise it.
     """
 
@@ -77,7 +77,7 @@ class DiskIndex:
         self._path = path
         with self._os_errors():
             self._connection = sqlite3.connect(path, timeout=0, check_same_thread=False)
-            never_free(self._connection)  # which a fork would do, and remove the parent's log
+            never_free(self._connection)  # freed in a fork, it would remove the parent's log
             try:
                 self._open(head)
             except BaseException:
@@ -145,8 +145,8 @@ class DiskIndex:
         added: Iterable[Placed],
         head: dict[str, str | int] | None = None,
     ) -> None:
-        """Remove rows by number, add records, and replace the head unless it is None: all of it, on
-        the disk, or nothing. With a head, sqlite's log is emptied before: it has room then."""
+        """Remove rows by number, add records, and replace the head if one is given, in one
+        transaction. With a head, sqlite's log is emptied before, so that it has room."""
         connection = self._connection
         with self._os_errors():
             try:
@@ -163,7 +163,7 @@ class DiskIndex:
                 connection.rollback()  # no effect after a commit
 
     def close(self) -> None:
-        """Close the files. What does not fit into the index now stays in sqlite's log."""
+        """Close the files. Rows that do not fit into the index now stay in sqlite's log."""
         self._connection.close()
 
 

@@ -44,10 +44,10 @@ logger = logging.getLogger(__name__)
 MAX_WAITING_BYTES = 1 << 30
 """The store accepts no further state or prompt while more bytes are waiting to be written."""
 MAX_BATCH, MAX_BATCH_BYTES = 256, 64 << 20
-"""Jobs of one transaction, or bytes before its last record: flushing each record takes longer, and
-Python's lock is held for longer with more."""
+"""Most jobs of one transaction, and most bytes before its last record. Flushing each record takes
+longer, and larger transactions hold Python's lock for longer."""
 SPARE_BYTES = 64 << 10
-"""Shed for sqlite's next transactions when the disk has no room for them."""
+"""Bytes that are freed for sqlite's next transactions when the disk has no room for them."""
 MAX_PROBLEMS = 1000
 _THREADS = "cache-disk"
 _NO_SPACE = errno.ENOSPC, errno.EDQUOT
@@ -175,8 +175,8 @@ class DiskStore:
 
     @defer_sigint()
     def load(self) -> list[tuple[Record, bytes | None]]:
-        """Return the records of the folder, parents first, each with its parent's key, and start
-        the writer. Call it once, before anything else. It also works on a full disk.
+        """Start the writer, and return the records of the folder, parents first, each with its
+        parent's key. Call it once, before anything else. It also works on a full disk.
 
         Raises:
             CacheFolderError: the index cannot be read.
@@ -213,15 +213,14 @@ class DiskStore:
         """Write what the index lacks since writing failed: the head, and dropped records. Pages
         without a record become free.
 
-        may_shed: if there is no room for the index, shed the records with the last pages.
+        may_shed: whether to drop the records with the last pages if the index has no room.
 
         Raises:
             OSError: writing failed, or the folder's files were removed or replaced.
         """
         self._check_ours()
-        # Cut first, since the index may need the space after the last record. A crash in between
-        # is safe: records whose pages were cut off fail the check of the file's size, or a
-        # checksum.
+        # Cut first, since the index may need the space after the last record. A crash in between is
+        # safe: records whose pages were cut off fail the check of the file's size, or a checksum.
         self._cut_pages()
         try:
             self._commit(head=self._head)
@@ -234,21 +233,21 @@ class DiskStore:
         self._has_shed = False
 
     def _commit(self, added: Sequence[Placed] = (), head: dict | None = None) -> None:
-        """Write dropped and added records to the index. Pages of the former become free."""
+        """Write dropped and added records to the index. Pages of dropped records become free."""
         self._index.write(self._dropped, added, head)
         self._pages.give_back(self._freed)
         self._dropped, self._freed = [], []
         self._placed.update({placed.record.key: placed for placed in added})
 
     def _cut_pages(self) -> None:
-        """Cut the file after the last record's pages, and list the free pages before that, which
-        may be reused once no record of the index has them."""
+        """Cut the file after the last record's pages, and list the free pages before that. They may
+        be reused once no record of the index has them."""
         self._freed = []
         self._pages.cut([placed.slots for placed in self._placed.values()])
 
     def _shed_for_index(self) -> None:
-        """Shed the records in the last bytes of the file: as many as sqlite's log has, which it
-        moves into the index, and some for what comes."""
+        """Drop the records in the last bytes of the file, as many bytes as sqlite's log has, which
+        it moves into the index, and `SPARE_BYTES` more."""
         num_bytes = os.path.getsize(self.folder / _LOG) + SPARE_BYTES
         limit = self._pages.num_pages - -(-num_bytes // self.page_bytes)
         gone = [placed for placed in self._placed.values() if (placed.slots >= limit).any()]
@@ -279,8 +278,8 @@ class DiskStore:
     # ---- as the store of a tier ----
 
     def check_process(self) -> None:
-        """Raise RuntimeError in a forked process: it lacks the threads that read and write, so
-        waiting for them would never end."""
+        """Raise RuntimeError in a forked process, which lacks the threads that read and write, so
+        that waiting for them would never end."""
         own = "an engine of its own, with a folder of its own,"
         self._home.require(f"the cache folder {self.folder}", own)
 
@@ -321,7 +320,7 @@ class DiskStore:
 
     def get(self, record: Record) -> Future[HostPages | None]:
         """Return a future of the record's pages, or of None if they are damaged or dropped. The
-        future raises if they cannot be read now."""
+        future has an error if they cannot be read now."""
         self.check_process()
         waiting = self._waiting.get(record.key)
         if waiting is not None:
@@ -353,7 +352,7 @@ class DiskStore:
         return HostPages(data)
 
     def _checksum(self, record: Record, pages: np.ndarray) -> bytes:
-        """Return a hash of a record's bytes, of what its row says of it, and of the fingerprint."""
+        """Hash a record's bytes, the fields of its row, and the fingerprint."""
         parent = record.parent.key if record.parent is not None else b""
         row = record.key, parent, record.position, record.is_state
         digest = blake2b(repr(row).encode(), digest_size=16, key=self._head_hash)
@@ -375,7 +374,7 @@ class DiskStore:
             self._is_writing = False
 
     def _run_batch(self) -> None:
-        """Run waiting jobs: first the drops, then the puts of what was not dropped since."""
+        """Run waiting jobs: first the drops, then the puts of records that were not dropped."""
         puts: dict[bytes, tuple[Record, HostPages]] = {}
         num_bytes = 0
         while self._jobs and len(self._batch) < MAX_BATCH and num_bytes < MAX_BATCH_BYTES:
@@ -393,14 +392,14 @@ class DiskStore:
             self.num_unwritten += len(unwritten)
         for operation, record, data in self._batch:
             if operation == "put":
-                with self._mutex:  # each for itself: callers wait for it
+                with self._mutex:  # once for each record: callers wait for this lock
                     self.waiting_bytes -= record.num_bytes
                     if self._waiting.get(record.key) is data:
                         del self._waiting[record.key]
         self._batch.clear()
 
     def _write(self, puts: list[tuple[Record, HostPages]]) -> list[Record]:
-        """Write drops and records. Return the records that were not written: after a failure
+        """Write drops and records. Return the records that were not written. After a failure
         nothing is written for a while."""
         added: list[Placed] = []
         try:
@@ -425,7 +424,7 @@ class DiskStore:
         return [record for record, _ in puts[len(added) :]]
 
     def _note_failure(self, error: Exception) -> None:
-        """Note a write error: nothing is written until a `_renew` succeeds. Until then no page is
+        """Note a write error. Nothing is written until a `_renew` succeeds. Until then no page is
         reused, so the files stay valid."""
         self._error = error
         if isinstance(error, OSError) and error.errno in _NO_SPACE:
@@ -435,7 +434,7 @@ class DiskStore:
         self._warn("", f"writing failed ({error}); next attempt in {RETRY_SECONDS:.0f} s")
 
     def _place(self, record: Record, data: HostPages) -> Placed:
-        """Write a record's pages, without its row."""
+        """Write a record's pages, but not its row."""
         pages = data.numpy()
         slots = self._pages.take(len(pages))
         self._pages.write(slots, pages)
@@ -463,8 +462,8 @@ class DiskStore:
         self._rewrite()
 
     def shrink(self, max_bytes: int) -> None:
-        """Cut pages.bin to max_bytes: move the pages after that size to free pages before it. The
-        records must fit. If the disk is full, the file does not change."""
+        """Move the pages of pages.bin after max_bytes to free pages before, and cut the file there.
+        The records must fit. If the disk is full, the file does not change."""
         self._wait_for_jobs()
         limit = max_bytes // self.page_bytes
         if self._retry_at is not None or self._pages.num_pages <= limit:
@@ -518,7 +517,7 @@ class DiskStore:
         poll_until(lambda: not ((self._jobs or self._batch) and self._is_writing), let_in)
 
     def flush(self, let_in: Callable[[], None] = lambda: None) -> None:
-        """Wait until all records are on the disk, safe from a power failure. let_in: as
+        """Wait until all records are on the disk, safe from a power failure. let_in: as for
         `poll_until`.
 
         Raises:
@@ -552,7 +551,7 @@ class DiskStore:
         poll_until(lambda: not self._is_writing)
 
     def close_from_anywhere(self) -> None:
-        """`close` for the garbage collector, which may run in a thread of this store; there,
+        """Call `close` for the garbage collector, which may run in a thread of this store. There,
         waiting for that thread would never end."""
         if threading.current_thread().name.startswith(_THREADS):
             threading.Thread(target=self.close, name="cache-close").start()

@@ -2,7 +2,7 @@
 
 This file decides, from the cache's bookkeeping alone, what to fetch, when to read it, when the pool
 has room for it, and when it becomes visible. The tier's store reads the bytes (`RecordStore.get`);
-a `PageMover` writes them into the pool when the planned step runs. No tensors here.
+a `PageMover` writes them into the pool when the planned step runs. This file has no tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_READ_BYTES = 1 << 30
 """Most bytes read from the disk and not yet in the pool; the first request in the queue may exceed
 it."""
 MAX_WAIT_SECONDS = 0.005
-"""Most time that a step without work waits for a read before it returns."""
+"""Longest wait of a step without work for a read before it returns."""
 
 
 class FetchState(Enum):
@@ -58,7 +58,7 @@ class FetchState(Enum):
 
 
 class Progress(IntEnum):
-    """Whether a fetch can continue, or why not; of several ranks the largest value counts."""
+    """Whether a fetch can continue, or why not. The largest value of all ranks counts."""
 
     READY = 0
     """It can continue: it is read, or it has arrived."""
@@ -96,7 +96,7 @@ class Fetch:
         return self.record.position
 
     def progress(self) -> Progress:
-        """Return its progress on this rank."""
+        """Return the progress of the fetch on this rank."""
         if self.state is FetchState.LOADING:
             return Progress.READY if self.arrival.is_done() else Progress.PENDING
         if self.state not in (FetchState.READING, FetchState.LACKS_ROOM):
@@ -108,8 +108,7 @@ class Fetch:
         return Progress.DAMAGED if self.damaged() else Progress.READY
 
     def damaged(self) -> list[Record]:
-        """Return the first record that is known to be damaged, in a list; empty if there is
-        none."""
+        """Return a list of the first record that is known to be damaged, or of none."""
         for record, read in zip(self.wanted, self.reads):
             if read.done() and not read.exception() and read.result() is None:
                 return [record]
@@ -171,8 +170,7 @@ class Fetches:
         return [int(time.monotonic() * 1000), *progress]
 
     def settle(self, facts: Sequence[int]) -> None:
-        """Set the time and the progress of fetches, until the next step, to the largest facts of
-        all ranks."""
+        """Set time and progress of fetches, until the next step, to the largest of all ranks."""
         now, *progress = facts
         self._now = now / 1000
         self._agreed = dict(zip(self._fetches, progress))
@@ -184,7 +182,7 @@ class Fetches:
 
     def _progress(self, fetch: Fetch) -> Progress:
         if fetch.tier.name == "host" and fetch.state is not FetchState.LOADING:
-            # At once, and alike on all ranks: if bytes are lost on one, the load fails there.
+            # Ready at once on all ranks: if bytes are lost on one of them, the load fails there.
             is_read = all(read.done() for read in fetch.reads)
             return Progress.READY if is_read else Progress.PENDING
         return Progress(self._agreed.get(fetch.record.key, Progress.PENDING))
@@ -197,7 +195,7 @@ class Fetches:
 
     def find(self, tokens: np.ndarray, salt: str, skipped: int) -> tuple[Tier, Record] | None:
         """Return the deepest record of a prompt that is at least a block deeper than `skipped`
-        tokens, and its tier; of equal records, the one in the faster tier."""
+        tokens, and its tier. Of equal records, it is the one in the faster tier."""
         size = self._spec.block_size_tokens
         keys = self._keys.of(tokens, salt)
         best = None
@@ -208,7 +206,7 @@ class Fetches:
         return best
 
     def start(self, tokens: np.ndarray, salt: str) -> Fetch | None:
-        """Return the fetch of the part of a prompt that a tier has and the pool lacks; None if
+        """Return the fetch of the part of a prompt that a tier has and the pool lacks, or None if
         there is no such part."""
         tier = found = None
         with optional_decision(lambda error: None):  # without memory, the prompt is computed
@@ -232,7 +230,7 @@ class Fetches:
         return fetch
 
     def leave(self, fetch: Fetch) -> None:
-        """Note that a request waiting for a fetch was cancelled; the last one cancels the fetch."""
+        """Note that a request waiting for a fetch was cancelled. The last one cancels the fetch."""
         fetch.num_waiting -= 1
         if not fetch.num_waiting and not fetch.is_over:
             self._give_up(fetch)
@@ -247,8 +245,8 @@ class Fetches:
         return tokens
 
     def read(self, fetch: Fetch, *, is_first: bool) -> None:
-        """Start reading the records of a fetch, within `MAX_READ_BYTES`. is_first: the first
-        request in the queue waits for it, so the limit does not apply."""
+        """Start reading the records of a fetch, within `MAX_READ_BYTES`. is_first: whether the
+        first request in the queue waits for it, so that the limit does not apply."""
         if fetch.state is not FetchState.FOUND:
             return
         num_bytes = self.read_bytes + _bytes_to_read(fetch, fetch.wanted)
@@ -258,8 +256,8 @@ class Fetches:
 
     def bring(self, fetch: Fetch, capacity_tokens: int, chunk_tokens: int) -> None:
         """Plan the load of a read fetch once there is room for the whole request that waits for it,
-        and publish the fetch when it has arrived. Call it when that request could start (arguments
-        as in `PrefixCache.acquire`)."""
+        and publish the fetch when it has arrived. Call it when that request could start, with
+        arguments as for `PrefixCache.acquire`."""
         if fetch.is_coming:
             self._publish_if_there(fetch)
             return
@@ -283,7 +281,7 @@ class Fetches:
         return loads
 
     def load(self, key: bytes, targets: list[np.ndarray]) -> None:
-        """Start to copy a read fetch into pages of the pool, int32 [n] for each record. If it
+        """Start to copy a read fetch into pages of the pool, int32 [n] for each record. If this
         raises, no copy is running."""
         fetch = self._fetches[key]
         pages = [read.result() for read in fetch.reads]
@@ -324,8 +322,8 @@ class Fetches:
             self._give_up(fetch)
 
     def _adopt(self, fetch: Fetch, capacity_tokens: int, chunk_tokens: int) -> bool:
-        """Lease pages of the pool for a read fetch. Return False if there is no room, or more must
-        be read."""
+        """Lease pages of the pool for a read fetch. Return False if there is no room, or if more
+        must be read."""
         size, position = self._spec.block_size_tokens, fetch.position
         lease = self._cache.adopt(
             fetch.tokens, fetch.salt, capacity_tokens=capacity_tokens, chunk_tokens=chunk_tokens
@@ -381,8 +379,8 @@ class Fetches:
 
     @contextmanager
     def _may_fail(self, fetch: Fetch) -> Iterator[None]:
-        """Run an operation of a fetch: an exception fails the fetch, and is suppressed if it is a
-        lack of memory."""
+        """Make a context for an operation of a fetch. An exception fails the fetch; lack of memory
+        is suppressed."""
         try:
             yield
         except Exception as error:
@@ -393,8 +391,8 @@ class Fetches:
             note_decided_by_memory()
 
     def _fail(self, fetch: Fetch, *, retries_later: bool = True) -> None:
-        """End a failed fetch; its prompt is computed. retries_later: no new fetch of its record for
-        `RETRY_SECONDS`."""
+        """End a failed fetch; its prompt is computed. retries_later: whether to start no new fetch
+        of its record for `RETRY_SECONDS`."""
         self._end(fetch, FetchState.FAILED)
         self.counts["fetches_failed"] += 1
         if retries_later:

@@ -78,10 +78,10 @@ class Offload(CacheListener):
     Args:
         cache: the pool's bookkeeping.
         mover: of the pool's bytes.
-        host_bytes: capacity of the host tier; 0: no host tier.
-        disk: an opened folder; None: no disk tier.
+        host_bytes: capacity of the host tier, or 0 for none.
+        disk: an opened folder, if there is to be a disk tier.
         disk_bytes: capacity of the disk tier.
-        ranks: of the engine. All have the same records in the same order; facts that only one rank
+        ranks: of the engine. All have the same records in the same order. Facts that only one rank
             sees are exchanged once per step (`poll`).
     """
 
@@ -118,8 +118,8 @@ class Offload(CacheListener):
             tier.on_state = partial(_note_state, cache, self.tiers, self._offered)
         if self.tiers:
             cache.watch(self)
-        # The store's threads keep the store and the lock of its folder alive: release them even if
-        # the engine is not closed.
+        # The store's threads keep the store and the lock of its folder alive, so release them even
+        # if the engine is not closed.
         self._close_disk = weakref.finalize(self, disk.close_from_anywhere) if disk else None
 
     @property
@@ -137,7 +137,7 @@ class Offload(CacheListener):
     def explain(
         self, tokens: np.ndarray, salt: str, recompute_reason: str | None, chunk_tokens: int
     ) -> Explanation:
-        """Return what `PrefixCache.explain` does, and what of the prompt a tier has."""
+        """Return the result of `PrefixCache.explain`, and which part of the prompt a tier has."""
         cache, reason = self.cache, recompute_reason
         explanation = cache.explain(
             tokens, salt, recompute_reason=reason, chunk_tokens=chunk_tokens
@@ -159,7 +159,7 @@ class Offload(CacheListener):
     def counters(self) -> dict[str, int]:
         """Return counters since the start, and the present contents of the tiers."""
         if self._ranks.size == 1:  # several ranks can poll only together
-            with defer_sigint():  # it looks at futures
+            with defer_sigint():  # `poll` looks at futures
                 self.poll()
         disk = self.disk
         held = {
@@ -174,7 +174,7 @@ class Offload(CacheListener):
         return {**self.fetches.counts, **held, **self._tier_counts()}
 
     def _tier_counts(self) -> dict[str, int]:
-        """Return counters of the tiers since the start; also after `close`."""
+        """Return counters of the tiers since the start, also after `close`."""
         counts = dict(self._closed_counts)
         for tier in self.tiers:
             counts[f"{tier.name}_records_evicted"] = tier.num_evicted
@@ -206,10 +206,8 @@ class Offload(CacheListener):
 
     def poll(self, said: int = 0) -> int:
         """Process events from outside the steps: records lost for lack of memory or disk space, and
-        progress of fetches. Call it before each step, on all ranks.
-
-        Returns: the largest `said` of all ranks, a number that the caller adds to the exchange.
-        """
+        progress of fetches. Call it before each step, on all ranks. Return the largest `said` of
+        all ranks, a number that the caller adds to the exchange."""
         disk, is_full, accepts = self.disk, False, True
         lost = [tier.take_lost() + self.fetches.damaged(tier) for tier in self.tiers]
         if disk is not None:
@@ -245,7 +243,7 @@ class Offload(CacheListener):
             self._offer_blocks(edge, edge.held_end, self.tiers)
 
     def _optional(self) -> AbstractContextManager[None]:
-        """Return the context to keep an item in a tier: a lack of memory is only counted."""
+        """Return a context to keep an item in a tier, in which a lack of memory is only counted."""
         return optional_decision(lambda error: self.tiers[0].note_lack_of_memory(error))
 
     def _offer_state(self, checkpoint: Checkpoint, tiers: list[Tier]) -> None:
@@ -326,7 +324,7 @@ class Offload(CacheListener):
         `defer_sigint`, whose `let_in` is called between two records.
 
         Raises:
-            OSError: writing failed, or reading from the engine's own disk tier.
+            OSError: writing failed, or reading from the engine's own disk tier failed.
         """
         with self._ranks.raise_on_all("recovering the cache folder"):
             tier.store.recover()
@@ -377,7 +375,7 @@ def _note_state(
 
 
 def check_capacities(spec: CacheSpec, host_cache_bytes: int, disk_cache_bytes: int | None) -> None:
-    """Raise ValueError if a tier is too small for one block. disk_cache_bytes None: no disk."""
+    """Raise ValueError if a tier, 0 or None for none, is too small for one block and its state."""
     least = least_capacity_bytes(spec)
     for name, capacity, source in (
         ("host_cache_bytes", host_cache_bytes, "host_cache_bytes"),
@@ -400,8 +398,8 @@ def disk_tier(
     shrinks: bool = True,
 ) -> Tier:
     """Return a tier with the records that the folders of all ranks have. If they exceed
-    `capacity_bytes`, the least valuable are evicted, or, without `shrinks`, the capacity is the
-    size of the records."""
+    `capacity_bytes`, the least valuable are evicted, or without `shrinks`, the capacity is the size
+    of the records."""
     try:
         with ranks.raise_on_all("reading the cache folder"):
             found = store.load()
@@ -422,7 +420,7 @@ def _on_all_ranks(
     found: list[tuple[Record, bytes | None]], store: DiskStore, ranks: Ranks
 ) -> list[tuple[Record, bytes | None]]:
     """Return the records that the folders of all ranks have, with order and worth from the first
-    rank; drop the others. Folders may differ after a crash."""
+    rank, and drop the others. Folders may differ after a crash."""
     if ranks.size == 1:
         return found
     first, *others = ranks.gather(

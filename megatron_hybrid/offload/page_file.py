@@ -29,7 +29,7 @@ class PageFile:
         self.num_pages = 0
         """Number of pages up to the last one in use."""
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        # Besides sqlite's lock, which ends when anything in this process closes the file.
+        # In addition to sqlite's lock, which ends when this process closes the file anywhere.
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -43,14 +43,14 @@ class PageFile:
             ) from None
 
     def close(self, *, unlocks: bool = True) -> None:
-        """Close the file. unlocks: also for a forked process that has a copy open."""
+        """Close the file. unlocks: whether to unlock it even if a forked process has it open."""
         if unlocks:
             fcntl.flock(self._file, fcntl.LOCK_UN)
         os.close(self._file)
 
     def take(self, count: int) -> np.ndarray:
-        """Return the numbers of free pages, ascending, and use them: free ones before the end of
-        the file first."""
+        """Return the numbers of free pages, ascending, and use them. Free pages before the end of
+        the file come first."""
         more = max(0, count - len(self._free))
         new = range(self.num_pages, self.num_pages + more)
         self.num_pages += more
@@ -65,7 +65,7 @@ class PageFile:
         return np.setdiff1d(np.arange(first, self.num_pages), self._free)
 
     def cut(self, used: Sequence[np.ndarray]) -> None:
-        """Cut the file after the last of the pages in use; all others before it are free."""
+        """Cut the file after the last page in use. All other pages before it become free."""
         numbers = np.concatenate([*used, np.empty(0, dtype=np.int64)])
         self.num_pages = int(numbers.max(initial=-1)) + 1
         is_free = np.ones(self.num_pages, dtype=bool)
@@ -74,8 +74,8 @@ class PageFile:
         os.ftruncate(self._file, self.num_pages * self._page_bytes)
 
     def lost(self, records: Sequence[np.ndarray]) -> set[int]:
-        """Return the indices of the records, by their pages, of which a page is not in the file, or
-        belongs to a later record."""
+        """Return the indices of records, given by their pages, that have a page which is not in the
+        file, or belongs to a later record."""
         rows = np.repeat(np.arange(len(records)), [len(each) for each in records])
         pages = np.concatenate([*records, np.empty(0, dtype=np.int64)])
         owners = np.full(os.fstat(self._file).st_size // self._page_bytes, -1)
@@ -95,7 +95,7 @@ class PageFile:
 
     def read(self, numbers: np.ndarray, pages: np.ndarray) -> int | None:
         """Read pages into `pages`, uint8 [n, page_bytes]. Return the first page of a run that is
-        not whole in the file; None: all were read."""
+        not whole in the file, or None if all were read."""
         target = memoryview(pages).cast("B") if pages.size else memoryview(b"")
         for row, number, count in _runs_of(numbers):
             part = target[row * self._page_bytes : (row + count) * self._page_bytes]
@@ -113,7 +113,7 @@ class PageFile:
 
 
 def _holder_of(descriptor: int) -> str:
-    """Return ", process ..." for the process that has locked a file, "" where it is unknown."""
+    """Return ", process ..." for the process that has locked a file, or "" if it is unknown."""
     file = os.fstat(descriptor)
     name = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
     with suppress(OSError):  # Linux has it

@@ -21,10 +21,10 @@ class HostPages:
     data: Tensor
     """uint8 [n, page_bytes]."""
     arrived: torch.cuda.Event | None = None
-    """Recorded after the copy; None: the pages have arrived."""
+    """Recorded after the copy, or None if the pages have arrived."""
 
     def numpy(self) -> np.ndarray:
-        """Return the pages, uint8 [n, page_bytes], after they have arrived. Thread-safe."""
+        """Wait for the pages, and return them, uint8 [n, page_bytes]. Any thread may call it."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.data.numpy()
@@ -39,7 +39,7 @@ class PageMover:
 
     def __init__(self, pool: Tensor):
         self._words = pool.view(torch.int64)
-        """The pool in elements of 8 bytes: a GPU copies one at a time."""
+        """The pool in elements of 8 bytes, as a GPU copies one element at a time."""
         self._on_cuda = pool.device.type == "cuda"
         self._stream = torch.cuda.Stream(pool.device) if self._on_cuda else None
 
@@ -50,7 +50,7 @@ class PageMover:
         return ids.to(self._words.device, non_blocking=True)
 
     def to_host(self, page_lists: list[np.ndarray]) -> list[HostPages]:
-        """Copy the pages of each list (int32 [n]), at least one; the pages may be overwritten at
+        """Copy the pages of each list (int32 [n]), of at least one. The pages may be overwritten at
         once."""
         # One tensor per list: an evicted record frees its bytes independently of others.
         if not self._on_cuda:
@@ -71,7 +71,7 @@ class PageMover:
 
     def to_pool(self, page_lists: list[np.ndarray], sources: list[HostPages]) -> Arrival:
         """Write `sources` into the pages of each list, which must not be used until the arrival. If
-        it raises, no copy is running."""
+        this raises, no copy is running."""
         arrival = Arrival(sources)
         if self._on_cuda:
             # Reused pages: earlier steps must read them first.

@@ -1,4 +1,4 @@
-"""PrefixKeys: keys of blocks and states, for tiers, which store no tokens.
+"""PrefixKeys: keys of blocks and states for tiers, which store no tokens.
 
 The key of a full block is a hash of the salt and all tokens up to the block's end; the key of a
 state also covers the tokens after the last full block. Keys are 256 bits of BLAKE2b, so that
@@ -16,7 +16,7 @@ from megatron_hybrid.cache.index.tree import common_prefix
 
 _BYTES = 32
 MAX_RECENT = 8
-"""Sequences whose keys are cached (10 bytes per token with blocks of 16)."""
+"""Number of sequences whose keys are cached (10 bytes per token with blocks of 16)."""
 
 
 class PrefixKeys:
@@ -42,7 +42,7 @@ class PrefixKeys:
         return np.frombuffer(self._bytes, dtype="<i4")
 
     def block(self, index: int) -> bytes:
-        """Return the key of block `index`, which must be full: a hash of the first (index + 1) * B
+        """Return the key of block `index`, which must be full, a hash of the first (index + 1) * B
         tokens."""
         chain, size = self._chain, self._block_bytes
         while len(chain) <= index + 1:
@@ -68,7 +68,7 @@ class PrefixKeys:
 
 
 class RecentKeys:
-    """Keys of the last sequences: the common prefix of a conversation's turns is hashed once.
+    """Keys of the last sequences, so that the common prefix of a chat's turns is hashed once.
 
     Args:
         block_size_tokens: B.

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 RETRY_SECONDS = 30.0
 """Pause after a failed read or write."""
 LOST = object()
-"""Stands for bytes that were lost for lack of memory."""
+"""In place of bytes that were lost for lack of memory."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -36,7 +36,7 @@ class Record:
 
     key: bytes
     parent: Record | None
-    """The block before it; None: it is the first block."""
+    """The block before it, or None for the first block."""
     position: int
     """Tokens up to its end."""
     num_bytes: int
@@ -44,7 +44,7 @@ class Record:
     saved_work: float = 0.0
     """Work to redo without it (`CacheSpec.work`)."""
     cost_bytes: int = field(init=False)
-    """Its own, and of the blocks that were added with it."""
+    """Bytes of the record and of the blocks that were added with it."""
     uses: int = 1
     priority: float = 0.0
     num_children: int = 0
@@ -74,7 +74,7 @@ class RecordStore(Protocol):
     """The bytes of a tier. The type of `data` is the store's own."""
 
     def accepts(self) -> bool:
-        """Return whether it takes more records now (not if its writer cannot keep up)."""
+        """Return whether the store takes more records now, which a slow writer may not."""
 
     def put(self, record: Record, data: Any) -> None:
         """Keep a record's bytes."""
@@ -97,8 +97,8 @@ class Tier:
         spec: of the pool.
         capacity_bytes: most bytes of all records together.
         store: holds the bytes of the records.
-        keeps_lost: add records even without memory for their bytes, until all ranks know the
-            records of `take_lost`: each rank must have the same records.
+        keeps_lost: whether to add records even without memory for their bytes, until all ranks
+            know the records of `take_lost`, as each rank must have the same records.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Tier:
         self.num_without_memory = 0
         """Number of copies that failed for lack of memory."""
         self.accepts = store.accepts
-        """Tells whether the tier takes more records now."""
+        """Returns whether the tier takes more records now."""
         self.on_evict: Callable[[Record], object] = lambda record: None
         """Callback for each record before its eviction."""
         self.on_state: Callable[[bytes], object] = lambda key: None
@@ -148,8 +148,8 @@ class Tier:
         return list(self._records.values())
 
     def find(self, keys: PrefixKeys) -> Record | None:
-        """Return the deepest record from which a prompt with these keys can resume: a state, in
-        pure attention a block. None if there is none."""
+        """Return the deepest record from which a prompt with these keys can resume: a state, or in
+        pure attention a block. It is None if there is none."""
         found = None
         for index in range(keys.num_tokens // self._spec.block_size_tokens):
             record = self._records.get(keys.block(index))
@@ -184,12 +184,12 @@ class Tier:
         Args:
             blocks: keys of all full blocks up to there; present blocks are not copied again.
             source: gives the bytes of these blocks, by index; the next index is the state's.
-            state: key of the state after `position` tokens; None: only the blocks.
+            state: key of the state after `position` tokens; without it only blocks are kept.
             saved_work: work to redo without the state (`CacheSpec.work`).
             uses: of the state, including this one.
         Returns:
-            Whether all of it is now in the tier. Also False if the source lacks memory for its
-            copies (`optional_work`), which must not fail a request.
+            Whether all of it is now in the tier. It is also False if the source lacks memory for
+            its copies (`optional_work`), which must not fail a request.
         """
         known = 0
         while known < len(blocks) and blocks[known] in self._records:
@@ -249,7 +249,7 @@ class Tier:
                 self.unpin(joint)
 
     def add(self, record: Record, data: Any = None) -> None:
-        """Add a record. data: its bytes, or LOST; None: the store already has them."""
+        """Add a record. data: its bytes, or LOST, or None if the store already has them."""
         if data is LOST:
             self._lost.append(record)
         elif data is not None:
@@ -290,8 +290,8 @@ class Tier:
             self._prioritise(each)
 
     def remove(self, record: Record) -> None:
-        """Remove a record, its descendants, and the blocks before it that no other state needs. No
-        effect if it was already removed, even if a new record has its key."""
+        """Remove a record, its descendants, and the blocks before it that no other state needs. Do
+        nothing if it was already removed, even if a new record has its key."""
         if not self._holds(record):
             return
         doomed = {id(record)}
@@ -317,7 +317,7 @@ class Tier:
         return [record.key for record in lost if self._holds(record)]
 
     def remove_key(self, key: bytes) -> None:
-        """`remove` the record with this key, if there is one."""
+        """Call `remove` for the record with this key, if there is one."""
         if (record := self._records.get(key)) is not None:
             self.remove(record)
 
@@ -343,8 +343,8 @@ class Tier:
     # ---- within ----
 
     def note_lack_of_memory(self, error: Exception) -> None:
-        """Count an item evicted from the tier above that is not kept here, for lack of memory to
-        copy it."""
+        """Count an item evicted from the tier above that is not kept here, as there was no memory
+        to copy it."""
         self.num_without_memory += 1
         if self.num_without_memory == 1:
             logger.warning(
@@ -372,7 +372,7 @@ class Tier:
 
     def _make_room(self, num_bytes: int, value: float) -> bool:
         """Make room for num_bytes bytes if each record to evict is worth less per byte than
-        `value`; else evict none."""
+        `value`, else evict none."""
         missing = self.used_bytes + num_bytes - self.capacity_bytes
         going: list[Record] = []
         clock = self._clock
@@ -439,8 +439,8 @@ class Tier:
 
 
 def state_record_pages(spec: CacheSpec, position: int) -> int:
-    """Return the number of pages of a state's record: the state, its local blocks, and the KV of
-    its partial block."""
+    """Count the pages of a state's record: the state, its local blocks, and the KV of its partial
+    block."""
     pages = spec.checkpoint_pages
     for group in spec.local_groups:
         blocks = spec.local_blocks(group, position)
