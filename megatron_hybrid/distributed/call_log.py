@@ -1,5 +1,5 @@
 """CallLog: the calls that a rank has made since all ranks were last known to agree, and a digest of
-all of them that tells whether they still do."""
+all of them, by which ranks see whether they still agree."""
 
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
@@ -11,7 +11,7 @@ from megatron_hybrid.distributed.rendezvous import Member
 
 DIGEST_BYTES = 8
 Call = tuple[str, Mapping[str, object]]
-"""A name, and the values that must be equal, by name: numpy arrays, and what has a `repr`."""
+"""A name, and the values that must be equal, by name: numpy arrays, or objects with a `repr`."""
 _NONE: Call = ("nothing", {})
 
 
@@ -22,7 +22,7 @@ class CallLog:
         self.digest = bytes(DIGEST_BYTES)
         """Digest of all calls ever noted."""
         self.recent: list[Call] = []
-        """Those that other ranks may have made otherwise."""
+        """Calls that other ranks may have made otherwise."""
 
     def note(self, name: str, values: Mapping[str, object]) -> None:
         digest = blake2b(self.digest, digest_size=DIGEST_BYTES)
@@ -35,13 +35,13 @@ class CallLog:
         self.recent.append((name, values))
 
     def agreed(self) -> None:
-        """All ranks have the same digest."""
+        """Forget the recent calls, as all ranks have the same digest."""
         self.recent.clear()
 
 
 def describe_difference(calls: Sequence[tuple[Member, Sequence[Call]]]) -> str:
-    """The first call in which a rank differs from the first one, and both values. calls: of all
-    ranks, not all equal."""
+    """Describe the first call in which a rank differs from the first one, with both values. calls:
+    of all ranks, not all equal."""
     (first, own), *others = calls
     for other, theirs in others:
         for a, b in zip_longest(own, theirs, fillvalue=_NONE):

@@ -1,7 +1,7 @@
-"""RankControl: whose calls count on the ranks of an engine.
+"""RankControl: decides whose calls count on the ranks of an engine.
 
-Either all ranks make the same calls in the same order, and nothing is sent for it. Or the first
-rank leads: it alone makes calls, and tells them to the others, which follow.
+Either all ranks make the same calls in the same order, and nothing is sent for them. Or the first
+rank leads: it alone makes calls, and sends them to the others, which follow.
 """
 
 import time
@@ -17,19 +17,19 @@ from megatron_hybrid.distributed.watchdog import GRACE_SECONDS, RankFailedError,
 from megatron_hybrid.utils.interrupts import defer_sigint
 
 LONG_CALLS = 10
-"""How many times the limit of a step a call may take that loads, saves or moves much memory."""
+"""Factor on the limit of a step for calls that load, save or move much memory."""
 _BROKEN = (ConnectionError, EOFError, dist.DistError)
 _GLOO = ("gloo", "Connection")
-"""Errors of a connection that another rank has left, and words of those of gloo."""
+"""Errors of a connection that another rank has left, and words in such errors of gloo."""
 _END = "end"
 
 
 class RankControl:
-    """Tells calls of the first rank to the others, and ends the wait for ranks that have failed.
+    """Sends calls of the first rank to the others, and ends the wait for ranks that have failed.
 
     Args:
-        ranks: of the engine; make and close it on all of them.
-        seconds: most time for which a rank may not move in a step.
+        ranks: of the engine; make and close the control on all of them.
+        seconds: longest time without progress of a rank in a step.
         on_cpu: whether a thread that computes, and does not wait, takes time of a CPU.
     """
 
@@ -50,7 +50,7 @@ class RankControl:
 
     @property
     def failure(self) -> str | None:
-        """The first failure of any rank; None: there is none."""
+        """The first failure of any rank, or None."""
         return self.watch.failure
 
     @property
@@ -59,10 +59,10 @@ class RankControl:
 
     @contextmanager
     def inside(self, call: str | None = None) -> Iterator[None]:
-        """Context of a call that needs the other ranks.
+        """Make a context for a call that needs the other ranks.
 
         Args:
-            call: its name; None: it waits for calls, as long as it takes.
+            call: its name, or None if it waits for calls, without a time limit.
 
         Raises:
             RankFailedError: another rank has failed or ended, now or before.
@@ -91,7 +91,7 @@ class RankControl:
                 watch.wake_stopped()
 
     def _await_failure(self) -> None:
-        """A rank that ends breaks the collectives of the others before they are told why."""
+        """Wait for the report of a rank that has ended: its collectives break before it comes."""
         end = time.monotonic() + GRACE_SECONDS
         while self.failure is None and time.monotonic() < end:
             time.sleep(0.01)
@@ -104,8 +104,8 @@ class RankControl:
             ) from cause
 
     def report(self, error: BaseException) -> None:
-        """Tell the other ranks that this one has failed where they have not: they must not wait
-        for it."""
+        """Report to the other ranks that only this one has failed, so that they do not wait for
+        it."""
         if self._is_alone:
             return
         if _is_broken(error):
@@ -119,15 +119,15 @@ class RankControl:
         return not (self._is_alone or self.leads or self.follows)
 
     def note(self, name: str, values: Mapping[str, object] | None = None) -> None:
-        """Note a call that all ranks make, unless one leads. values: that must be equal, by name;
-        see `CallLog.note`."""
+        """Note a call that all ranks make, unless one leads. values: those that must be equal, by
+        name; see `CallLog.note`."""
         if self._all_call:
             self._ranks.calls.note(name, values or {})
 
     @contextmanager
     def checked(self, call: str) -> Iterator[None]:
-        """Context of the check of a call's arguments, which all ranks make, unless one leads: if it
-        raises on this rank alone, the others learn why. call: its name."""
+        """Make a context for the check of a call's arguments, which all ranks make, unless one
+        leads. If it raises on this rank alone, the others get the error. call: its name."""
         try:
             yield
         except Exception as error:
@@ -142,7 +142,7 @@ class RankControl:
             raise
 
     def queue(self, method: Callable[..., object], *args: object, **kwargs: object) -> None:
-        """Tell a call with the next `send`. method: of a class, whose name and its own go along."""
+        """Queue a call for the next `send`, by the qualified name of a class's method."""
         self._queued.append((method.__qualname__, args, kwargs))
 
     def send(self) -> None:
@@ -151,8 +151,8 @@ class RankControl:
 
     @contextmanager
     def lead(self, state: object, has_work: bool) -> Iterator[None]:
-        """Context in which the first rank's calls are told. state: equal on all ranks. has_work:
-        whether there are unanswered requests, which is refused."""
+        """Make a context in which the first rank's calls are sent. state: equal on all ranks.
+        has_work: whether there are unanswered requests, which is refused."""
         if self._is_alone:
             yield
             return
@@ -171,7 +171,7 @@ class RankControl:
                 self._queued = None
 
     def calls(self, state: object, has_work: bool) -> Iterator[tuple[str, tuple, dict]]:
-        """The first rank's calls, until it ends `lead`. Arguments as for `lead`."""
+        """Yield the first rank's calls, until it ends `lead`. Arguments are those of `lead`."""
         with self.inside():
             with self.inside("follow()"):
                 self._start("follow", state, has_work)

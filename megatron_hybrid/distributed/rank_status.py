@@ -18,18 +18,18 @@ from megatron_hybrid.utils import interrupts
 _EXCHANGES = (os.path.dirname(dist.__file__), ranks.__file__, rendezvous.__file__)
 """Code in which a thread waits for other ranks."""
 _WITHIN = (*_EXCHANGES, interrupts.__file__, sysconfig.get_path("stdlib"))
-"""Code that is not where a call is, but what it does there."""
+"""Code that a call is not reported to be in, as it only runs what the call does."""
 
 _COMPUTING = 0.1
-"""Part of a CPU that a thread takes that does not wait."""
+"""Least part of a CPU that a thread takes which does not wait."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """What a rank does, as it tells the others."""
+    """What a rank does, as it reports it to the others."""
 
     call: str | None = None
-    """The call of the engine that it is in; None: it is in none."""
+    """The call of the engine that it is in, or None."""
     place: str = ""
     """File, line and function."""
     waits: bool = False
@@ -39,7 +39,7 @@ class Status:
     limit: float = float("inf")
     """Seconds after which this is a failure."""
     is_silent: bool = False
-    """Whether it has told nothing lately."""
+    """Whether it has reported nothing lately."""
 
     def __str__(self) -> str:
         if self.is_silent:
@@ -55,8 +55,8 @@ class Position:
     Args:
         call: its name.
         limit: see `Status`.
-        on_cpu: whether the time that the thread computes tells that it does not wait. That of a GPU
-            spins where it waits.
+        on_cpu: whether a thread that computes does not wait. With a GPU, a waiting thread spins, so
+            its time of the CPU shows nothing.
     """
 
     def __init__(self, call: str, limit: float, on_cpu: bool):
@@ -66,7 +66,7 @@ class Position:
         self._still = self._computed = 0.0
 
     def status(self, passed: float) -> Status:
-        """passed: seconds since this was called last."""
+        """Return where the thread is. passed: seconds since the last call of this."""
         place, mark, waits = _look(sys._current_frames().get(self._thread))
         moves = mark is None or mark != self._mark
         if self._on_cpu:
@@ -92,14 +92,14 @@ def _look(frame: FrameType | None) -> tuple[str, tuple[int, int] | None, bool]:
 
 
 class StallDetector:
-    """Finds what the statuses of all ranks tell: on the first rank."""
+    """Finds stalls in the statuses of all ranks, on the first rank."""
 
     def __init__(self, members: Sequence[Member]):
         self._members = members
         self._line = LINE_SECONDS
 
     def look(self, statuses: Mapping[int, Status]) -> tuple[str | None, str | None]:
-        """A line for the log, and a failure, or None.
+        """Return a line for the log, and a failure, each or None.
 
         Args:
             statuses: of all ranks, by rank.

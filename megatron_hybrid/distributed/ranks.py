@@ -1,11 +1,11 @@
 """Ranks: the processes that hold the parts of one model, and so run one engine.
 
-Every rank runs the same scheduler over the same requests, so most decisions need no message. What
-follows makes inputs equal that could differ, and exchanges what one machine alone finds out. All
-values are small and in host memory. They travel over sockets between the first rank and each other
-one: that needs no process group of its own, a rank may wait for the first one without limit, and
-another thread can end its wait. In torch 2.13 nothing ends the wait in a collective of gloo, which
-takes 25 times as long; torch's store takes 3 to 9 times as long, and tells of no rank that ended.
+Every rank runs the same scheduler over the same requests, so most decisions need no message. This
+module makes inputs equal that could differ, and exchanges facts that one machine alone finds out.
+All values are small and in host memory. They travel over sockets between the first rank and each
+other one. This needs no process group of its own, a rank may wait for the first one without limit,
+and another thread can end its wait. In torch 2.13 nothing ends the wait in a collective of gloo,
+which takes 25 times as long. torch's store takes 3 to 9 times as long, and reports no ended rank.
 """
 
 import os
@@ -38,27 +38,27 @@ CONNECT_SECONDS = 60.0
 MAKING = "making an engine"
 """The call of an engine's constructor, for messages."""
 HANDSHAKE_SECONDS = 5.0
-"""Time for a process that has connected to show that it belongs to the job."""
+"""Time for a connected process to show that it belongs to the job."""
 _FAILED, _DIFFER, _KIND_BYTES = b"failed  ", b"differ  ", 8
 _HEAD_BYTES = _KIND_BYTES + DIGEST_BYTES
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 8, socket.TCP_KEEPINTVL: 4, socket.TCP_KEEPCNT: 2}
-"""Seconds without a word, seconds between two questions, questions: then a machine is gone."""
+"""Seconds without a message, seconds between probes, number of probes: then a machine is gone."""
 
 
 class Ranks:
     """Messages between the ranks of one model. All ranks make the same calls in the same order.
 
     In an exchange every rank gives a message to the first one and gets its answer. A rank whose own
-    work has failed gives the error in place of what the others expect; then all of them raise. Each
-    message begins with a digest of the calls that its rank has made: if these differ, all raise,
-    too, with the first difference.
+    work has failed gives the error in place of its value; then all of them raise. Each message
+    begins with a digest of the calls that its rank has made. If these differ, all raise, too, with
+    the first difference.
 
     Args:
         rank: of this process, from 0.
         size: number of ranks.
-        connections: to the other ranks, in their order; on another rank than the first: to the
+        connections: on the first rank, to the other ranks, in their order; on another rank, to the
             first one.
-        watched: more of them, for the failures of ranks, by rank.
+        watched: further connections, for the failures of ranks, by rank.
         members: the processes, in order.
     """
 
@@ -80,8 +80,8 @@ class Ranks:
         self.call = "nothing"
         """The call that this rank is in, for messages."""
         self.on_difference: Callable[[str], None] = lambda text: None
-        """Is called on all ranks when they have made different calls, after which no exchange can
-        be relied on."""
+        """Called on all ranks when they have made different calls, after which no exchange can be
+        relied on."""
         self._depth = 0  # of `raise_on_all`
         self._told: BaseException | None = (
             None  # inside of it: the last own error that all ranks know
@@ -98,7 +98,7 @@ class Ranks:
         return f"rank-{self.rank}-of-{self.size}"
 
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """The largest value of all ranks at each place; all give as many.
+        """Return the largest value of all ranks at each place; all give as many.
 
         Raises:
             RankError: another rank has failed meanwhile.
@@ -111,7 +111,7 @@ class Ranks:
         return -self.maximum([-value])[0]
 
     def gather(self, value: T) -> list[T]:
-        """The picklable value of every rank, in rank order.
+        """Return the picklable value of every rank, in rank order.
 
         Raises:
             RankError: another rank has failed meanwhile.
@@ -119,13 +119,13 @@ class Ranks:
         return [value] if self.size == 1 else self._exchange(b"gather  ", value)
 
     def broadcast(self, value: T, source: int = 0) -> T:
-        """The picklable value of rank `source`; values of others are not looked at."""
+        """Return the picklable value of rank `source`; values of others are ignored."""
         return self.gather(value if self.rank == source else None)[source]
 
     @contextmanager
     def raise_on_all(self, what: str) -> Iterator[None]:
-        """Context of work that raises on all ranks if it raises on one. Exchanges and further such
-        contexts may be inside. what: its name, for the error.
+        """Make a context for work that raises on all ranks if it raises on one. Exchanges and
+        further such contexts may be inside. what: its name, for the error.
 
         Raises:
             RankError: it raised on another rank.
@@ -223,18 +223,18 @@ class Ranks:
             raise ValueError(difference)
 
     def wake(self) -> None:
-        """End the wait of another thread of this rank for an exchange: it raises EOFError."""
+        """End the wait of another thread of this rank for an exchange, which raises EOFError."""
         for connection in self.connections:
             _end(connection)
 
     def close(self) -> None:
-        """Leave the other ranks. What they wait for from this one raises EOFError."""
+        """Leave the other ranks. Their waits for this one raise EOFError."""
         for connection in self.connections:
             _shut(connection)
 
 
 def _shut(connection: Connection) -> None:
-    """End a connection, also where a forked process still has it."""
+    """End a connection, even if a forked process still has it."""
     _end(connection)
     connection.close()
 
@@ -248,7 +248,7 @@ _open: WeakSet[Ranks] = WeakSet()
 
 
 def _forget_in_fork() -> None:
-    """A forked process is no rank: what it holds open would hide that the rank has ended."""
+    """Close all connections in a forked process: they would hide that the rank has ended."""
     for ranks in list(_open):
         for connection in (*ranks.connections, *ranks.watched.values()):
             connection.close()
@@ -261,8 +261,8 @@ ONE_RANK = Ranks()
 def ranks_of(groups: object, seconds: float = BEGIN_SECONDS, what: str = MAKING) -> Ranks:
     """Connect the ranks of a model. Call it on all of them.
 
-    They are joined by tensor-, pipeline- and expert-parallel groups: also ranks that hold the same
-    dense layers and different experts run one engine.
+    They are joined by tensor-, pipeline- and expert-parallel groups. So ranks that hold the same
+    dense layers and different experts run one engine, too.
 
     Args:
         groups: megatron-core's ProcessGroupCollection of the model.
@@ -270,7 +270,7 @@ def ranks_of(groups: object, seconds: float = BEGIN_SECONDS, what: str = MAKING)
         what: the call that they make, for messages.
 
     Raises:
-        RankError: one of them does not, or cannot, or makes another call.
+        RankError: one of them does not call it, has failed, or makes another call.
         OSError: they do not reach each other.
     """
     joined = _joined(groups)
@@ -278,7 +278,7 @@ def ranks_of(groups: object, seconds: float = BEGIN_SECONDS, what: str = MAKING)
 
 
 def _joined(groups: object) -> list[dist.ProcessGroup]:
-    """Groups that join the ranks of a model, each twice: one may reach the members of another."""
+    """List the groups that join the ranks of a model, twice: one may reach members of another."""
     found = [getattr(groups, name, None) for name in ("ep", "expt_tp", "tp", "pp")]
     return [group for group in found if group is not None and group.size() > 1] * 2
 
@@ -305,7 +305,7 @@ def is_one_machine() -> bool:
 
 
 def _connected(groups: Sequence[dist.ProcessGroup], seconds: float, what: str) -> Ranks:
-    """Connect the ranks that meetings of these groups, one after the other, reach."""
+    """Connect the ranks that successive meetings of these groups reach."""
     host = "127.0.0.1" if is_one_machine() else ""
     server = socket.create_server((host, 0), backlog=128)
     with server:
@@ -349,7 +349,7 @@ def _connection(ends: socket.socket) -> Connection:
 def _accept(
     server: socket.socket, secret: bytes, num_others: int
 ) -> tuple[dict[int, Connection], dict[int, Connection]]:
-    """Connections for messages and for the watch, by rank."""
+    """Accept connections for messages and for the watch, and return them by rank."""
     found: dict[str, dict[int, Connection]] = {"control": {}, "watch": {}}
     while sum(map(len, found.values())) < 2 * num_others:
         ends, _ = server.accept()
@@ -363,7 +363,7 @@ def _accept(
 
 
 def _knows(ends: socket.socket, secret: bytes) -> bool:
-    """Return whether the process at the other end is one of the job: anyone may find the port."""
+    """Return whether the process at the other end is one of the job, as others may connect."""
     ends.settimeout(HANDSHAKE_SECONDS)
     said = b""
     with suppress(OSError):
@@ -373,7 +373,7 @@ def _knows(ends: socket.socket, secret: bytes) -> bool:
 
 
 def _own_address() -> str:
-    """An address of this machine that other machines reach."""
+    """Find an address of this machine that other machines reach."""
     known = os.environ.get("MASTER_ADDR", "")
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((known, 9))  # sends nothing: it only chooses the interface
@@ -388,12 +388,12 @@ def _own_address() -> str:
 def fail_together(
     error: type[Exception], whole_job: bool = False, groups: object | None = None
 ) -> Iterator[None]:
-    """Local work that succeeds on all ranks of a model or on none, such as reading files. Before
-    there is a model, or with whole_job, all ranks of the job take part. No collective may run
-    inside. The log says when a rank waits for others.
+    """Make a context for local work, such as reading files, that succeeds on all ranks of a model
+    or on none. Before there is a model, or with whole_job, all ranks of the job take part. No
+    collective may run inside. The log says when a rank waits for others.
 
     Args:
-        groups: megatron-core's ProcessGroupCollection of the model; None: core's own groups.
+        groups: megatron-core's ProcessGroupCollection of the model; default core's own groups.
 
     Raises:
         error: on a rank whose work succeeded; the message is that of the first rank that failed,
@@ -417,7 +417,7 @@ def fail_together(
 
 
 def _groups(whole_job: bool, of_model: object | None) -> list[dist.ProcessGroup]:
-    """Groups that together connect all ranks with parts of one model, or all of the job."""
+    """List groups that together connect all ranks with parts of one model, or all of the job."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
     if of_model is not None:

@@ -1,7 +1,7 @@
 """Meetings: exchanges between processes of a job that may fail to come.
 
-A collective waits without a word for a rank that never calls it. A meeting is held over the store
-of torch.distributed: it says whom it waits for, ends in time, and tells the error of a rank that
+A collective waits silently for a rank that never calls it. A meeting is held over the store of
+torch.distributed: it says whom it waits for, ends in time, and reports the error of a rank that
 cannot come.
 """
 
@@ -34,16 +34,16 @@ REPEAT_SECONDS = 60.0
 BEGIN_SECONDS = 30.0
 """Time for other ranks to begin to make an engine."""
 COLLECTIVE_SECONDS = 1800.0
-"""Time for other ranks where a load may lie before: gloo's own limit."""
+"""Time for other ranks that may have to load something before; it is gloo's own limit."""
 JOIN_SECONDS = 300.0
-"""Time for all ranks to join the job: that of torch's store, too."""
+"""Time for all ranks to join the job; it is that of torch's store, too."""
 STOPPED_SECONDS = 20.0
 """Time for which another rank's process may be stopped (SIGSTOP)."""
 LEAVE_SECONDS = 5.0
-"""Time to leave a call of torch by its own error, where another rank has ended."""
+"""Time to leave a call of torch by its own error after another rank has ended."""
 _ANSWER_SECONDS = 5.0
 _READ_SECONDS = 0.2
-"""Time for ranks that wait to read why another one does not come."""
+"""Time for waiting ranks to read why another one does not come."""
 _PREFIX = "megatron_hybrid"
 
 
@@ -61,10 +61,10 @@ class Member:
     host: str
     pid: int
     namespace: str = ""
-    """Namespace of the process id; processes with equal ones see each other."""
+    """Namespace of the process id; processes in the same namespace see each other."""
 
     def is_beside(self, other: Member) -> bool:
-        """Return whether each of both processes sees the other one by its id."""
+        """Return whether both processes see each other by their ids."""
         return bool(self.namespace) and (self.host, self.namespace) == (other.host, other.namespace)
 
     def __str__(self) -> str:
@@ -78,19 +78,19 @@ def own_member() -> Member:
 
 @cache
 def _namespace() -> str:
-    """Return the namespace of this process and its forks; empty where there is no /proc."""
+    """Return the namespace of this process and its forks, or "" without /proc."""
     with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""
 
 
 def has_ended(member: Member) -> bool:
-    """Return whether a process is known to have ended; of one elsewhere nothing is known."""
+    """Return whether a process is known to have ended. On other machines nothing is known."""
     return _state_of(member) in ("Z", "X")
 
 
 def _state_of(member: Member) -> str:
-    """The state of a process, by its letter in /proc; empty: nothing is known of it."""
+    """Return the state of a process, by its letter in /proc, or "" if nothing is known."""
     if not own_member().is_beside(member):
         return ""
     try:
@@ -104,8 +104,9 @@ def _state_of(member: Member) -> str:
 def exchange(
     what: str, value: T, ranks: Sequence[int], seconds: float = COLLECTIVE_SECONDS
 ) -> list[tuple[Member, T]]:
-    """The picklable values of some ranks of the job, in their order. All of them call it, in the
-    same order of meetings. The first one collects; it logs whom it waits for.
+    """Exchange picklable values between some ranks of the job, and return them in rank order. All
+    of these ranks call it, in the same order of meetings. The first one collects, and logs whom it
+    waits for.
 
     Args:
         what: the call, for messages; the same on all ranks.
@@ -113,9 +114,8 @@ def exchange(
         seconds: time for all to come.
 
     Raises:
-        RankError: on all that have come: a rank does not come, or it comes for something else, or
-            it has told that it cannot come (`announce_failure`).
-    """
+        RankError: a rank does not come, comes for something else, or has reported that it cannot
+            come (`announce_failure`). All ranks that have come raise it."""
     if len(ranks) == 1:
         return [(own_member(), value)]
     announce()
@@ -123,15 +123,15 @@ def exchange(
 
 
 def join(store: dist.Store, rank: int, size: int) -> list[Member]:
-    """Meet all ranks of the job before torch connects them, which waits without a word. From here
-    on the others notice if this process ends. Returns the processes of all ranks.
+    """Meet all ranks of the job before torch connects them, which waits silently, and return their
+    processes. From here on the others notice if this process ends.
 
     Args:
         store: of the job, before it has process groups.
         rank, size: of this process, and of the job.
 
     Raises:
-        RankError: some do not come in `JOIN_SECONDS`, or have ended.
+        RankError: some ranks do not come in `JOIN_SECONDS`, or have ended.
     """
     own = replace(own_member(), rank=rank)
     _announce(store, own)
@@ -140,7 +140,7 @@ def join(store: dist.Store, rank: int, size: int) -> list[Member]:
 
 
 def announce() -> None:
-    """Tell the job where this process runs, and later that it has ended."""
+    """Announce to the job where this process runs, and at its end that it has ended."""
     if _is_job():
         _announce(_store(), own_member())
         atexit.unregister(_tell_end)
@@ -160,7 +160,7 @@ def _tell_end(pid: int) -> None:
 
 @contextmanager
 def ends_with(members: Sequence[Member], what: str) -> Iterator[None]:
-    """Context of a call of torch that waits for other ranks without a word: if one of them ends,
+    """Make a context for a call of torch that waits silently for other ranks. If one of them ends,
     and the call does not, this process ends with status 1. what: the call, for the message."""
     over, own = threading.Event(), own_member()
 
@@ -184,8 +184,8 @@ def ends_with(members: Sequence[Member], what: str) -> Iterator[None]:
 
 @contextmanager
 def announce_failure(what: str) -> Iterator[None]:
-    """Context of a call that has meetings: if this rank raises before or between them, the others
-    raise RankError there."""
+    """Make a context for a call that has meetings. If this rank raises before or between them, the
+    others raise RankError there."""
     if not _is_job():
         yield
         return
@@ -193,7 +193,7 @@ def announce_failure(what: str) -> Iterator[None]:
     announce()
     key, number = _key("failures", own.rank), store.add(_key("attempts", own.rank), 1)
     before = _attempt.set(number)
-    # Not deleted: others may look at it now, and a store waits for a key that is gone.
+    # It is not deleted: others may read it now, and a store waits for a key that is gone.
     store.set(key, pickle.dumps((number, None)))
     try:
         yield
@@ -208,7 +208,7 @@ def announce_failure(what: str) -> Iterator[None]:
 
 
 _attempt: ContextVar[int] = ContextVar("attempt", default=0)
-"""Number of the `announce_failure` that this process is in; 0: of none. All ranks count alike."""
+"""Number of the `announce_failure` that this process is in, or 0. All ranks count alike."""
 
 
 class _Exchange:
@@ -219,11 +219,11 @@ class _Exchange:
         self._stopped: dict[int, float] = {}  # since when, by rank
         where = f"{_PREFIX}/{'.'.join(map(str, self._ranks))}"
         self._where = ""
-        # One that the others have ended without this rank is not the next one.
+        # Skip meetings that the others have ended without this rank.
         while not self._where or self._store.check([self._key("ended")]):
             number = self._store.add(f"{where}/count/{self._own.rank}", 1)
             self._where = f"{where}/{number}"
-        # Whoever came to the last meeting had left the one before.
+        # A rank that came to the last meeting had left the one before.
         for name in (self._own.rank, "answer"):
             with suppress(RuntimeError):
                 self._store.delete_key(f"{where}/{number - 2}/{name}")
@@ -265,22 +265,22 @@ class _Exchange:
         return [(member, value) for member, _, value in came]
 
     def _await(self, keys: Sequence[int | str], seconds: float) -> None:
-        """Wait for entries of the meeting. Those of ranks that are missing are named."""
+        """Wait for entries of the meeting. Errors and log lines name the missing ranks."""
         began = time.monotonic()
         line, pause = LINE_SECONDS, 0.001
         missing = list(keys)
         while True:
             if self._store.check([self._key("ended")]):
                 raise pickle.loads(self._store.get(self._key("ended")))
-            # Of all ranks: for the first one, which a late one waits for, it may be over. And
-            # before the keys: who fails after the meeting leaves it to the others.
+            # Look at all ranks: the first one, which a late one waits for, may have left. And look
+            # before the keys: a rank that fails after the meeting does not change it.
             failure = next(filter(None, map(self._failure_of, self._ranks)), None)
             missing = [key for key in missing if not self._store.check([self._key(key)])]
             if not missing:
                 return
             if failure is not None:
                 raise RankError(failure)
-            # Those that wait for the answer wait for the one that collects.
+            # Ranks that wait for the answer wait for the first one, which collects.
             ranks = [key for key in missing if isinstance(key, int)] or self._ranks[:1]
             gone = self._gone(ranks)
             # It may have come before it ended.
@@ -304,7 +304,7 @@ class _Exchange:
             pause = min(0.05, 2 * pause)
 
     def _gone(self, ranks: Sequence[int]) -> str | None:
-        """Return which of them has ended, or is stopped for long; None: no one is known to."""
+        """Return which of these ranks has ended, or is stopped for long, if any is known to."""
         for rank in ranks:
             if (member := self._member(rank)) is None:
                 continue
@@ -321,7 +321,7 @@ class _Exchange:
         return None
 
     def _failure_of(self, rank: int) -> str | None:
-        """Return why a rank does not come; None: nothing is known."""
+        """Return why a rank does not come, or None if nothing is known."""
         key = _key("failures", rank)
         if not _attempt.get() or not self._store.check([key]):
             return None
@@ -329,7 +329,7 @@ class _Exchange:
         return text if attempt == _attempt.get() else None
 
     def _member(self, rank: int) -> Member | None:
-        """A rank of the job, if it has told where it is."""
+        """Return the process of a rank of the job, if it has announced itself."""
         key = _key("hosts", rank)
         if rank not in self._members and self._store.check([key]):
             self._members[rank] = pickle.loads(self._store.get(key))
@@ -337,8 +337,8 @@ class _Exchange:
 
 
 def first_difference(named: Sequence[tuple[Member, Mapping[str, object]]]) -> str | None:
-    """The first name under which two processes have different values, and the values; None: there
-    is none. A process may lack some names."""
+    """Return a message with the first name under which two processes have different values, and the
+    values, or None. A process may lack some names."""
     for name in dict.fromkeys(name for _, each in named for name in each):
         values = [(member, each[name]) for member, each in named if name in each]
         if any(value != values[0][1] for _, value in values):
@@ -356,5 +356,5 @@ def _store() -> dist.Store:
 
 
 def _key(kind: str, rank: int) -> str:
-    """Return what the store has of a rank."""
+    """Return the key of the store for a fact about a rank."""
     return f"{_PREFIX}/{kind}/{rank}"

@@ -1,7 +1,7 @@
-"""RankWatch: tells the ranks of an engine that one of them has failed, stopped or is stuck.
+"""RankWatch: reports to the ranks of an engine that one of them has failed, stopped or is stuck.
 
-A collective that a rank has left would never end. So whoever is inside one then gets an error, or,
-where nothing wakes it, ends its process with a message.
+A collective that a rank has left would never end. So a rank that is inside one gets an error, or if
+nothing wakes it, its process ends with a message.
 """
 
 import logging
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 BEAT_SECONDS = 1.0
 """Time between two messages of each rank's thread, which say that its process runs."""
 SILENCE_SECONDS = 20.0
-"""Time without one, after which a process has stopped."""
+"""Time without such a message, after which a process counts as stopped."""
 WAKE_SECONDS = 0.5
 """Time to read what a rank has sent before it ended."""
 GRACE_SECONDS = 5.0
@@ -29,7 +29,7 @@ GRACE_SECONDS = 5.0
 STEP_SECONDS = 120.0
 """Default of `InferenceConfig.rank_timeout`, for steps."""
 _END_WAITS = None
-"""Message: no rank is to wait for processes outside of the job any more."""
+"""Message that no rank is to wait for processes outside of the job any more."""
 
 
 class RankFailedError(RuntimeError):
@@ -37,7 +37,7 @@ class RankFailedError(RuntimeError):
 
 
 class RankWatch:
-    """What the thread that watches the other ranks shares with the engine."""
+    """The state that the thread which watches the other ranks shares with the engine."""
 
     def __init__(self, ranks: Ranks):
         self._ranks = ranks
@@ -63,7 +63,7 @@ class RankWatch:
         self._ranks.close()
 
     def fail(self, text: str, source: int | None = None) -> None:
-        """Note the first failure, and tell it to the others. source: the rank that told it."""
+        """Note the first failure, and send it to the others. source: the rank that sent it."""
         with self.lock:
             if self.failure is not None:
                 return
@@ -93,7 +93,7 @@ class RankWatch:
                 self._receive(ranks[connection], connection)
             now = time.monotonic()
             if now >= beat_at and self.failure is None:
-                # Where this process itself was stopped, no other one is to blame.
+                # If this process itself was stopped, no other one is to blame.
                 self._beat(min(now - before, 2 * BEAT_SECONDS))
                 before, beat_at = now, now + BEAT_SECONDS
 
@@ -110,7 +110,7 @@ class RankWatch:
             self.fail(said, rank)
 
     def _beat(self, passed: float) -> None:
-        """Say that this process runs, and look who does not. passed: seconds since the last one."""
+        """Report that this process runs, and look for silent ones. passed: since the last time."""
         position = self.position
         own = Status() if position is None else position.status(passed)
         self._statuses[self._ranks.rank] = own
@@ -140,15 +140,15 @@ class RankWatch:
         )
 
     def wake_stopped(self) -> None:
-        """Let a stopped process on this machine go on, so that it finds that the others have
-        ended, and ends. It must not answer them before."""
+        """Let a stopped process on this machine go on, so that it finds that the others have ended,
+        and ends. It must not answer them before."""
         own, other = self._ranks.members[self._ranks.rank], self._stopped
         if other is not None and own.is_beside(other):
             with suppress(OSError):
                 os.kill(other.pid, signal.SIGCONT)
 
     def _run(self) -> None:
-        """Wait until a rank fails or `wake_pipe` is closed."""
+        """Wait until a rank fails, which ends calls or the process, or `wake_pipe` is closed."""
         try:
             self._wait_for_failure()
         finally:
