@@ -1,4 +1,4 @@
-"""Processes that end with the one that needs them: what a save forks, and the launcher's ranks. And
+"""Processes that end with the one that needs them: forks of a save, and ranks of the launcher. And
 the orderly end of a server by a signal, from its first line on."""
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 LAUNCHER = "MEGATRON_HYBRID_LAUNCHER"
-"""Environment variable: the process that has started the ranks; torchrun sets none."""
+"""Environment variable with the id of the process that started the ranks; torchrun sets none."""
 GRACE_SECONDS = 30.0
-"""What a rank without its launcher has to finish its step and save, as torchrun gives it."""
+"""Time for a rank without its launcher to finish its step and save, as torchrun gives it."""
 _POLL_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 
@@ -26,15 +26,15 @@ _forker = 0
 
 
 def never_free(kept: object) -> None:
-    """Keep an object until the process is gone: neither Python's exit nor a garbage collector, also
-    that of a fork, frees it."""
+    """Keep an object until the process is gone. Neither Python's exit nor a garbage collector frees
+    it, in this process or a fork."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 @contextmanager
 def forks_end_with_us() -> Iterator[None]:
-    """Context in which forked processes, and their own forks, are killed when the thread that
-    forked them ends, however it does (on Linux). A terminal's Ctrl-C is left to this process."""
+    """Make a context in which forked processes, and their own forks, are killed when the thread
+    that forked them ends in any way (on Linux). They ignore a terminal's Ctrl-C."""
     global _ends_with_us
     before, _ends_with_us = _ends_with_us, True
     try:
@@ -63,8 +63,8 @@ os.register_at_fork(before=_before_fork, after_in_child=_in_fork)
 
 @contextmanager
 def ends_with_launcher() -> Iterator[None]:
-    """Context in which a rank of torchrun ends when its launcher has gone, as one that was killed
-    cannot tell its ranks: as after a SIGTERM, and at the latest `GRACE_SECONDS` later."""
+    """Make a context in which a rank of torchrun ends when its launcher has gone, since a killed
+    launcher sends no signal. It gets a SIGTERM, and ends at the latest `GRACE_SECONDS` later."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield
         return
@@ -86,8 +86,8 @@ def ends_with_launcher() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """Let this process of `multiprocessing` end when the one that started it has, however it did.
-    Its forks may keep the pipe open that tells its end: so who the parent is counts, too."""
+    """Let this process of `multiprocessing` end when its parent has ended in any way. Forks of the
+    parent may keep the pipe open that shows its end, so the parent's id counts, too."""
     parent, number = multiprocessing.parent_process(), os.getppid()
 
     def watch() -> None:
@@ -99,16 +99,16 @@ def end_with_parent() -> None:
 
 
 def end_signals() -> list[signal.Signals]:
-    """SIGTERM, and SIGHUP of a terminal that is closed, unless `nohup` keeps that away."""
+    """Return SIGTERM, and SIGHUP of a terminal that is closed, unless `nohup` ignores that."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGTERM] if ignored else [signal.SIGTERM, signal.SIGHUP]
 
 
 class EndSignal:
-    """`end_signals` of a server: it ends with status 0 at any time. A context, of the main thread.
+    """A context, of the main thread, in which `end_signals` end a server with status 0.
 
-    Until `hold` nothing is lost and nobody waits: the process ends at once. From then on the signal
-    is noted, for whoever serves.
+    Until `hold` nothing is lost and nobody waits, so the process ends at once. From then on the
+    signal is noted in `was_sent`, and the server ends by itself.
     """
 
     def __init__(self) -> None:
@@ -128,12 +128,12 @@ class EndSignal:
         faulthandler.cancel_dump_traceback_later()
 
     def hold(self) -> None:
-        """Note the signal from now on: others need this process."""
+        """Note the signal from now on, without ending this process, as others need it."""
         self._ends_at_once = False
 
     def end_within(self, seconds: float) -> None:
-        """Unless this context ends before, end the process with status 1 then, whatever holds it,
-        and write where its threads are to stderr."""
+        """End the process with status 1 after this time, unless the context ends before, and write
+        the stacks of its threads to stderr."""
         faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
 
     def _take(self, number: int, frame: object) -> None:

@@ -1,4 +1,4 @@
-"""What megatron-core refuses, in words: many of its checks are assertions, some without any."""
+"""Errors of megatron-core in words: many of its checks are assertions, some without a message."""
 
 import ast
 import linecache
@@ -11,12 +11,12 @@ from typing import Any
 
 @contextmanager
 def core_refusals(what: str, values: dict[str, Any] | None = None) -> Iterator[None]:
-    """Context in which an assertion of megatron-core becomes a ValueError that says what it means.
+    """Make a context in which an assertion of megatron-core becomes a ValueError with its meaning.
 
     Args:
-        what: is refused, for the error.
-        values: by name, of attributes that checks of core may read. With them any error of core
-            that is no ValueError counts, and the message has those that the check reads.
+        what: subject of the refusal, for the error.
+        values: values, by name, of attributes that checks of core may read. With them any error of
+            core counts, and the message has the values that the check reads.
 
     Raises:
         ValueError: core refuses something.
@@ -52,8 +52,8 @@ def _last_of_core(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _check_at(place: TracebackType) -> tuple[str, set[str]]:
-    """The condition of the assertion at a place, and the attributes that it and the branches around
-    it read."""
+    """Return the condition of the assertion at a place, and the attributes that it and the branches
+    around it read."""
     line = place.tb_lineno
     source = "".join(linecache.getlines(place.tb_frame.f_code.co_filename))
     around = [

@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 @dataclass(eq=False)
 class _Job:
-    """A job that waits or runs, and whose it is."""
+    """A job that waits or runs."""
 
     call: Callable[[], Any] | None
     future: Future
@@ -34,14 +34,14 @@ class _Job:
 
 
 class DaemonThreads:
-    """Runs jobs of several keys: the keys take turns, and the jobs of one run in their order. Large
-    jobs leave a thread to small ones, and those of one key a thread to those of others, where there
-    are so many threads. Unlike a `ThreadPoolExecutor`, and asyncio's own one, it holds up neither
-    an event loop's end nor the interpreter's, whatever still runs.
+    """Runs jobs of several keys: the keys take turns, and the jobs of one run in their order. If
+    there are enough threads, large jobs leave one to small jobs, and large jobs of one key leave
+    one to those of others. Unlike a `ThreadPoolExecutor`, and asyncio's own, it holds up neither an
+    event loop's end nor the interpreter's, whatever still runs.
 
     Args:
         name: of the threads.
-        count: most of them; they start with the first jobs.
+        count: largest number of threads; they start with the first jobs.
         niceness: added to that of the process, where a thread can have its own (Linux).
     """
 
@@ -56,9 +56,9 @@ class DaemonThreads:
         self._large: dict[str, deque[_Job]] = {}
 
     def submit(self, call: Callable[[], R], key: str = "", is_large: bool = False) -> Future[R]:
-        """Queue a job. Cancelling its future before it begins takes it out.
+        """Queue a job. Cancelling its future before it begins removes it.
 
-        key: whose job it is. is_large: it may take long.
+        key: owner of the job. is_large: whether it may take long.
         """
         job = _Job(call, Future(), key, is_large)
         with self._changed:
@@ -75,7 +75,7 @@ class DaemonThreads:
         return self._large if job.is_large else self._small
 
     def _drop(self, job: _Job, future: Future) -> None:
-        """Take out a job that was cancelled, with what it holds."""
+        """Remove a cancelled job, with the objects that it holds."""
         with self._changed:
             jobs = self._lane(job).get(job.key, ())
             if future.cancelled() and job in jobs:
@@ -101,7 +101,7 @@ class DaemonThreads:
             del job  # and what it holds, while this thread waits
 
     def _take(self) -> _Job | None:
-        """Take out the next job; None: none may run now."""
+        """Remove and return the next job, or None if none may run now."""
         num_large = self._running.total()
         lanes = [self._small, self._large]
         for lane in lanes if num_large else lanes[::-1]:

@@ -1,5 +1,5 @@
-"""Sentences and defaults of a class's fields, read from its source: a command's help must not wait
-for torch."""
+"""Sentences and defaults of a class's fields, read from its source, as a command's help must not
+wait for torch."""
 
 import ast
 from functools import cache
@@ -14,19 +14,19 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 class FieldHelp(NamedTuple):
-    """What a reader is told of one field."""
+    """The help of one field."""
 
     sentence: str
     default: Any
-    """None: it is no literal, or there is none."""
+    """The default, or None if there is none or it is not a literal."""
     kind: type | None
-    """int or float; None for other fields, and for those that may be of several kinds."""
+    """int or float, or None for fields that are no number, or not a number alone."""
     limits: Range
-    """Those of a number; of another field they are empty."""
+    """Limits of a number, and none of another field."""
 
     @property
     def wanted(self) -> str:
-        """What a number must be, in words; of another field empty."""
+        """What a number must be, in words, and an empty text for another field."""
         words = {int: "a whole number", float: "a number"}.get(self.kind)
         return f"{words} {self.limits}".strip() if words else ""
 
@@ -64,8 +64,8 @@ def _number(annotation: ast.expr, module: str) -> tuple[type | None, Range]:
             if not (number := _number(kind, module)[0]):
                 return None, Range()
             limits = {str(each.arg): eval(ast.unparse(each.value)) for each in given}
-            told = {name: limit for name, limit in limits.items() if abs(limit) <= LARGEST_INT}
-            return number, Range(**told)
+            shown = {name: limit for name, limit in limits.items() if abs(limit) <= LARGEST_INT}
+            return number, Range(**shown)
         case ast.Name(name) if name in _KINDS:
             return _KINDS[name], Range(ge=WHOLE.ge) if name == "int" else Range()
         case ast.Name(name):

@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole, and why others cannot be read."""
+"""Replaces files as a whole, and says why others cannot be read."""
 
 import hashlib
 import json
@@ -10,11 +10,11 @@ from typing import Any
 
 _LFS_POINTER = b"version https://git-lfs"
 _READ_WHOLE, _NUM_SAMPLES = 64 << 20, 64
-"""Bytes of a file of which `digest_of_files` reads all; of a larger one so many samples."""
+"""Most bytes of a file that `digest_of_files` reads whole, number of samples of a larger one."""
 
 
 def read_failure(path: Path, error: object) -> str:
-    """Say why a file that is there cannot be read: what is known of it, else the error."""
+    """Return why an existing file cannot be read: a known cause, or else the error."""
     if path.is_symlink() and not path.exists():
         return f"it is a link to {os.readlink(path)}, where nothing is: copy the file itself"
     with suppress(OSError), path.open("rb") as file:
@@ -24,7 +24,7 @@ def read_failure(path: Path, error: object) -> str:
 
 
 def read_json(path: Path, error: type[ValueError] = ValueError) -> dict[str, Any]:
-    """Read a file that holds a JSON object. Raises `error` where it does not."""
+    """Read a file that holds a JSON object. Raise `error` if it does not."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as broken:
@@ -48,10 +48,8 @@ def no_new_folders(folder: Path) -> Iterator[None]:
 
 
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` fill a file next to `path`, then put it in its place, as a whole or not at all.
-
-    The file gets the mode that the umask gives.
-    """
+    """Let `write` fill a file next to `path`, then move it to `path`, as a whole or not at all. The
+    file gets the mode that the umask gives."""
     temporary = temporary_path(path)
     try:
         temporary.touch()
@@ -70,13 +68,13 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def temporary_path(path: Path) -> Path:
-    """Return where a process writes what will become the file `path`: next to it."""
+    """Return where a process writes the file that will replace `path`, next to it."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def digest_of_files(paths: Iterable[str | os.PathLike]) -> str:
-    """A digest of files, by which other ones are known. Of a file above 64 MiB it has the size and
-    64 samples of 1 MiB over its whole length."""
+    """Hash files, so that changed ones are noticed. Of a file above 64 MiB, the hash covers the
+    size and 64 samples of 1 MiB over its whole length."""
     digest = hashlib.blake2b(digest_size=16)
     for path in paths:
         size, starts = os.path.getsize(path), [0]

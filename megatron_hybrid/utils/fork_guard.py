@@ -1,11 +1,11 @@
-"""ForkGuard: tells a forked process that an object's threads are not in it."""
+"""ForkGuard: refuses objects in a forked process, which does not have their threads."""
 
 import os
 
 
 class ForkGuard:
-    """The process that made an object. A fork of it has the object, but not the threads that it
-    works with, and perhaps their locks: whatever waits for them would wait for ever."""
+    """The process that made an object. A fork of it has the object, but not its threads, and
+    perhaps taken locks, so that a wait for these would never end."""
 
     def __init__(self):
         self._pid = os.getpid()

@@ -1,4 +1,4 @@
-"""use_huge_pages: memory that each step reads whole, in pages of 2 MiB."""
+"""use_huge_pages: puts memory that each step reads whole into pages of 2 MiB."""
 
 import ctypes
 import os
@@ -13,10 +13,9 @@ _COLLAPSE = 25  # MADV_COLLAPSE, since Linux 6.1; an older one refuses it
 
 def use_huge_pages(tensors: Iterable[Tensor]) -> None:
     """Ask Linux to put tensors on the CPU into pages of 2 MiB, as far as these lie in memory of the
-    process. A CPU looks up each page's address; of 4 KiB, in a virtual machine, that takes about as
-    long as to read them. Values stay, and where the system does otherwise, nothing changes. It
-    takes about as long as a copy.
-    """
+    process. A CPU looks up each page's address. For pages of 4 KiB in a virtual machine, this takes
+    about as long as reading them. Values stay, and if the system refuses, nothing changes. The call
+    takes about as long as a copy."""
     if os.uname().sysname != "Linux":
         return
     ranges: list[list[int]] = []
@@ -30,7 +29,7 @@ def use_huge_pages(tensors: Iterable[Tensor]) -> None:
 
 
 def _pages_of(tensor: Tensor) -> tuple[int, int]:
-    """Begin and end of the huge pages that a tensor lies in."""
+    """Return begin and end of the huge pages that a tensor lies in."""
     if tensor.is_mkldnn:
         begin, size = torch.ops.mkldnn.data_ptr(tensor), torch.ops.mkldnn._nbytes(tensor)
     else:

@@ -3,8 +3,8 @@ wait for a thread so that Ctrl-C may end the wait.
 
 Python's `Condition`, `Event`, `Future` and `Thread.join` are themselves written in Python: an
 interrupt inside of them may leave a lock taken that other threads then wait for. So the main thread
-uses them inside `defer_sigint` only. A `with` of a `Lock`, a `deque` and a `SimpleQueue`, which
-are written in C, are safe anywhere.
+uses them inside `defer_sigint` only. A `with` of a `Lock`, a `deque` and a `SimpleQueue` are safe
+anywhere, as they are written in C.
 """
 
 import signal
@@ -19,8 +19,8 @@ from typing import TypeVar
 R = TypeVar("R")
 _POLL_SECONDS = 0.001
 _signal = import_module("_signal")
-"""What `signal` calls, without enumerations around its numbers: these would take a hundredth of a
-small model's step."""
+"""The module that `signal` wraps with enumerations, which would take a hundredth of a small model's
+step."""
 
 
 class _Waiting:
@@ -51,8 +51,8 @@ def defer_sigint() -> Iterator[Callable[[], None]]:
     """Defer Ctrl-C to the end of the block: inside, it could leave pages counted twice or never
     released. A second one takes effect at once, to leave a block that hangs.
 
-    Yields a function to call where nothing is half done: there a deferred one takes effect. Of
-    nested blocks the outermost counts; in the inner ones the function does nothing.
+    Yield a function to call where nothing is half done, at which a deferred Ctrl-C takes effect.
+    Of nested blocks the outermost counts; in the inner ones the function does nothing.
 
     Only the main thread gets signals; a handler that is not Python's stays as it is.
     """
@@ -73,14 +73,14 @@ def defer_sigint() -> Iterator[Callable[[], None]]:
 
 
 def poll_until(is_over: Callable[[], bool], let_in: Callable[[], None] = _nothing) -> None:
-    """Wait for what another thread does, without a lock. let_in: from `defer_sigint`."""
+    """Wait for another thread without a lock. let_in: from `defer_sigint`."""
     while not is_over():
         let_in()
         time.sleep(_POLL_SECONDS)
 
 
 def result_of(future: Future[R]) -> R:
-    """Return its result or raise its error, when it is done. Ctrl-C ends the wait."""
+    """Wait for a future, and return its result or raise its error. Ctrl-C ends the wait."""
     with defer_sigint() as let_in:
         poll_until(future.done, let_in)
         return future.result()

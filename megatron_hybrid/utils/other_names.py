@@ -1,5 +1,5 @@
-"""Names of other libraries for what has another name here. Errors, docs/reference/other_names.md
-and tests are made from one table, other_names.toml."""
+"""Names in other libraries of things that have another name here. Errors, tests and
+docs/reference/other_names.md are made from one table, other_names.toml."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ CONFIGS = {
 }
 _OF_MODEL = ("load_pretrained", "HybridConfig")
 _ENTRY = "()"
-"""What the place of a function's arguments ends in."""
+"""End of the place of a function's arguments."""
 REQUEST = "request"
-"""The place of the fields of a body of HTTP."""
+"""The place of the fields of an HTTP request's body."""
 SECTIONS = (
     *("run", "optimizer", "data", "checkpoints", "reports", "lora", "dpo", "grpo"),
     *("model", "the recipe"),
@@ -35,14 +35,14 @@ SECTIONS = (
 
 
 class Target(NamedTuple):
-    """A name that is there, such as that of `InferenceConfig.max_requests`."""
+    """A name of this package, such as that of `InferenceConfig.max_requests`."""
 
     owner: str
-    """A class of CONFIGS, one of _OF_MODEL, a section of a recipe, a command, or REQUEST; "": every
-    command that has the option."""
+    """A class of CONFIGS, one of _OF_MODEL, a section of a recipe, a command, or REQUEST, or "" for
+    every command that has the option."""
     name: str
     value: str
-    """The value that it is to have; "": one's own."""
+    """The value that it is to have, or "" for the user's own."""
 
     @classmethod
     def read(cls, text: str) -> Target:
@@ -56,7 +56,7 @@ class Target(NamedTuple):
 
     @property
     def option(self) -> str:
-        """The option of the same name, which sets it where a command has it; "": none does."""
+        """The option of the same name, which sets it where a command has it, or ""."""
         is_field = self.owner in (*CONFIGS, *_OF_MODEL) and not self.value
         return f"--{self.name.replace('_', '-')}" if is_field else ""
 
@@ -70,11 +70,11 @@ class Row(NamedTuple):
     """One row of the table."""
 
     targets: tuple[Target, ...]
-    """What is to be used; empty: there is nothing, and `text` is the advice."""
+    """Names to use instead. If there are none, `text` is the advice."""
     text: str
     """The end of the sentence, or the whole of it."""
     places: tuple[str, ...]
-    """The only places where the row holds; none: it holds everywhere."""
+    """The only places where the row holds. If there are none, it holds everywhere."""
     libraries: dict[str, tuple[str, ...]]
     """Library -> its names."""
     is_asked: bool
@@ -97,13 +97,13 @@ def rows() -> tuple[Row, ...]:
 
 
 def advice(place: str, name: str, known: Collection[str]) -> str | None:
-    """Return what to do in place of an unknown name; None: nothing is known of it.
+    """Return what to do in place of an unknown name, or None if nothing is known about it.
 
     Args:
         place: where it was given: a class of fields, a function with `()`, a section of a recipe,
             or `megatron-hybrid` with a command.
         name: an argument, a field, or an option.
-        known: the names that are there.
+        known: the existing names.
     """
     field, given_at = _field(name), place.removesuffix(_ENTRY)
     is_of_table = given_at != place or place in (*CONFIGS, *_OF_MODEL, *SECTIONS, REQUEST)
@@ -124,7 +124,7 @@ def advice(place: str, name: str, known: Collection[str]) -> str | None:
 
 
 def names_in_requests() -> Iterator[str]:
-    """Yield all names of what a request may ask for."""
+    """Yield all names of other libraries that a request may have."""
     for row in rows():
         if _holds(row, REQUEST):
             yield from chain.from_iterable(row.libraries.values())
@@ -138,8 +138,8 @@ def _holds(row: Row, place: str) -> bool:
 
 @functools.cache
 def _rows_of(field: str) -> tuple[list[Row], list[Row]]:
-    """Return the rows of a name of another library, those of certain places first, and those of a
-    name of ours."""
+    """Return the rows that have a name for another library, those of certain places first, and the
+    rows that have it as a name of ours."""
     foreign = [row for row in rows() if field in chain.from_iterable(row.libraries.values())]
     foreign.sort(key=lambda row: not row.places)
     ours = [row for row in rows() if field in (_field(target.name) for target in row.targets)]
@@ -151,8 +151,8 @@ def _field(name: str) -> str:
 
 
 def _use(place: str, targets: Iterable[Target], known: Collection[str]) -> str | None:
-    """Return the sentence that gives the targets their best form at a place; None: there is none
-    that helps there."""
+    """Return the advice to use the targets, in the best form for a place, or None if nothing helps
+    there."""
     command = place.removeprefix(PROGRAM) if place.startswith(PROGRAM) else None
     owners = {"", command, place, *_OF_MODEL, *(CONFIGS if place == REQUEST else ())}
     mine = [t.setting for t in targets if t.name in known and t.owner in owners]
@@ -172,8 +172,8 @@ def _use(place: str, targets: Iterable[Target], known: Collection[str]) -> str |
 
 
 def in_words(targets: Iterable[Target], in_python: bool) -> Iterator[str]:
-    """Yield for each owner how its targets are written. in_python: it is clear which of them are
-    Python."""
+    """Yield for each owner how its targets are written. in_python: whether the reader is in Python,
+    so that this is not said."""
     for owner, group in groupby(targets, lambda target: target.owner):
         names = list(group)
         if names[0].is_option:
@@ -188,8 +188,8 @@ def in_words(targets: Iterable[Target], in_python: bool) -> Iterator[str]:
 
 
 def _near(name: str, known: Iterable[str]) -> str | None:
-    """Return the one of the known names that `name` is a typing error of, or the beginning of; None
-    if there is none, or several."""
+    """Return the known name that `name` is a typing error or the beginning of, or None if there is
+    none, or several."""
     begun = [one for one in known if one.startswith(name) and 5 * len(name) >= 3 * len(one)]
     found = begun or [one for one in known if _is_slip(name, one)]
     return found[0] if len(found) == 1 else None
@@ -208,8 +208,8 @@ def _is_slip(name: str, meant: str) -> bool:
 
 
 def names_arguments(*others: type) -> Callable[[E], E]:
-    """Make a function, or a class's constructor and its public methods, answer an unknown argument
-    with the right one, in a TypeError; and a class as `names_attributes`.
+    """Decorate a function, or a class's constructor and public methods, to answer an unknown
+    argument with the right one, in a TypeError. A class is also treated as by `names_attributes`.
 
     others: dataclasses whose fields a function takes, too, as `**overrides`.
     """
@@ -273,8 +273,8 @@ class _Missing:
 
 
 def names_attributes(owner: T) -> T:
-    """Make an object answer an attribute that other libraries have with what is to be used, in an
-    AttributeError."""
+    """Decorate a class to answer an attribute that other libraries have with what is to be used, in
+    an AttributeError."""
     advised, before = attributes_of(owner.__name__), getattr(owner, "__getattr__", None)
 
     def missing(self: Any, name: str) -> Any:
@@ -285,7 +285,7 @@ def names_attributes(owner: T) -> T:
 
     owner.__getattr__ = missing  # type: ignore[attr-defined]
     for name in advised:
-        if name.startswith(("__", "from_")):  # which Python, and users, ask the class for
+        if name.startswith(("__", "from_")):  # Python, and users, look these up in the class
             setattr(owner, name, _Missing(name, advised[name]))
     return owner
 

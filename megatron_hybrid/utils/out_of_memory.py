@@ -8,7 +8,7 @@ _WORDS = ("out of memory", "can't allocate memory", "can't start new thread", "A
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed. On a CPU, torch says so only in the message."""
+    """Return whether an error is a failed allocation. On a CPU, only torch's message says so."""
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, OSError):
@@ -18,8 +18,8 @@ def is_lack_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def optional_work(failed: Callable[[Exception], object]) -> Iterator[None]:
-    """Context of optional work: an error for lack of memory is passed to `failed` and suppressed,
-    any other error propagates."""
+    """Make a context for optional work. An error for lack of memory is passed to `failed` and
+    suppressed; any other error propagates."""
     try:
         yield
     except Exception as error:
@@ -29,13 +29,13 @@ def optional_work(failed: Callable[[Exception], object]) -> Iterator[None]:
 
 
 num_decided_by_memory = 0
-"""Decisions of this process that a lack of memory has changed. Other ranks have decided otherwise,
-and cannot know it."""
+"""Number of decisions of this process that a lack of memory has changed. Other ranks have decided
+otherwise, and cannot know it."""
 
 
 @contextmanager
 def optional_decision(failed: Callable[[Exception], object]) -> Iterator[None]:
-    """Guard decisions that all ranks make, each for itself; else as `optional_work`."""
+    """Make a context as `optional_work` for decisions that each rank makes for itself."""
     with optional_work(lambda error: (note_decided_by_memory(), failed(error))):
         yield
 

@@ -1,4 +1,4 @@
-"""A progress bar for what takes seconds."""
+"""A progress bar for work that takes seconds."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from rich.progress import (  # noqa: E402
 random.setstate(_drawn)  # rich draws when it is first imported
 
 BAR_SECONDS = 1.0
-"""What ends within this time has no bar."""
+"""Work that ends within this time has no bar."""
 LINE_SECONDS = 10.0
 """Time between two lines where there is no terminal."""
 
@@ -32,14 +32,14 @@ def progress(
     has_lines: bool = True,
     is_shown: bool = True,
 ) -> Iterator[Callable[[int], None]]:
-    """Yield `advance(count)`. A terminal shows a bar, which vanishes at the end. Call it at least
-    every few seconds, with 0 where nothing is done.
+    """Show progress, and yield `advance(count)`, which is to be called at least every few seconds,
+    with 0 if nothing is done. A terminal shows a bar, which vanishes at the end.
 
     Args:
-        description: stands before the bar.
-        total: sum of all counts, None where it is not known.
-        in_bytes: counts are bytes; else they are numbers of things.
-        has_lines: without a terminal there is a line from time to time; else there is nothing.
+        description: text before the bar.
+        total: sum of all counts, if it is known.
+        in_bytes: whether counts are bytes; else they are numbers of things.
+        has_lines: whether there is a line from time to time without a terminal.
         is_shown: False on the ranks that show nothing.
     """
     began = last_line = monotonic()
@@ -70,7 +70,7 @@ def progress(
 
 
 def new_bar(description: str, total: int | None, in_bytes: bool, console: Console) -> Progress:
-    """Make a bar with one task; without a terminal it shows nothing."""
+    """Make a bar with one task, which shows nothing without a terminal."""
     bar = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""Registry: classes of one kind by name, those of this package and those of others alike."""
+"""Registry: classes of one kind by name, those of this package and those of others."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -13,15 +13,15 @@ class Registry(Mapping[str, T]):
     """Things of one kind by name. Each is given itself or as a reference, "module:attribute", which
     is imported when its name is first asked for.
 
-    A package of its own adds to it by `register`, or by entry points of `group`, which are found
-    once it is installed, by all processes and commands.
+    Other packages add things by `register`, or by entry points of `group`, which all processes and
+    commands find once the package is installed.
 
     Args:
         kind: what the things are, for errors.
         group: of the entry points; their names are those of the things.
         check: called with name and thing before anybody gets it; raises TypeError or ValueError if
             it is not as its users expect.
-        own: those of this package.
+        own: things of this package.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class Registry(Mapping[str, T]):
         self._checked: dict[str, T] = {}
 
     def register(self, name: str, thing: T | str) -> None:
-        """Register a thing, or a reference to it, for this process. All ranks must do so alike.
+        """Register a thing, or a reference to it, for this process. All ranks must do the same.
 
         Raises:
-            ValueError: the name is taken by another one.
-            TypeError, ValueError: it is not as its users expect; a reference is checked when it is
-                first asked for.
+            ValueError: the name is taken by another thing.
+            TypeError, ValueError: the thing is not as its users expect; a reference is checked when
+                it is first asked for.
         """
         known = self._given()
         if name in known and known[name] != thing:
@@ -50,7 +50,7 @@ class Registry(Mapping[str, T]):
         self._things[name] = thing
 
     def require(self, name: str, field: str, others: Collection[str] = ()) -> None:
-        """Raise ValueError unless a field's value is a name of these, or one of `others`."""
+        """Raise ValueError unless a field's value is a name here, or one of `others`."""
         if name not in others and name not in self:
             raise ValueError(
                 f"{field} is {name!r}; use one of {', '.join(map(repr, (*others, *self)))}. A "
@@ -81,7 +81,7 @@ class Registry(Mapping[str, T]):
         return len(self._given())
 
     def _given(self) -> dict[str, T | str]:
-        """Return all things and references. Raises ValueError if two packages use one name."""
+        """Return all things and references. Raise ValueError if two packages use one name."""
         found = dict(self._things)
         for point in entry_points(group=self.group):
             if found.setdefault(point.name, point.value) != point.value:
@@ -94,13 +94,13 @@ class Registry(Mapping[str, T]):
 
 
 def check_class(what: str, given: object, like: type, *arguments: str) -> None:
-    """Check that a class can stand where another one does.
+    """Check that a class can replace another one.
 
     Args:
-        what: the class, for errors.
-        given: it.
-        like: whose own public methods it must have, with the same arguments.
-        arguments: what it is made with, in this order.
+        what: name of the class, for errors.
+        given: the class.
+        like: the other one, whose own public methods it must have, with the same arguments.
+        arguments: arguments that it is made with, in this order.
 
     Raises:
         TypeError: it cannot; the message names the method and its arguments.

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as a wish to end after the step under way."""
+"""SIGINT and SIGTERM as a request to end after the running step."""
 
 import math
 import signal
@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 _SAME_REQUEST_SECONDS = 2.0
-"""A terminal sends its Ctrl-C to all ranks, and torchrun passes it on to them once more."""
+"""Time for repeats: a terminal sends Ctrl-C to all ranks, and torchrun passes it on once more."""
 
 
 @contextmanager
 def stop_signals() -> Iterator[threading.Event]:
-    """An event that is set when the process is asked to end, so that it can end after its step. A
-    SIGINT some time after the first signal ends it at once."""
+    """Make a context with an event that is set when the process is asked to end, so that it can end
+    after its step. A SIGINT some time after the first signal ends it at once."""
     stop = threading.Event()
     first = math.inf
     if threading.current_thread() is not threading.main_thread():

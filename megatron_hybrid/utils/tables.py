@@ -1,4 +1,4 @@
-"""Sizes and tables as commands print them."""
+"""Formats sizes and tables for commands to print."""
 
 GB = 10**9
 
@@ -12,7 +12,7 @@ def size(num_bytes: float) -> str:
 
 
 def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    """Lines of a table; the first column is left-aligned, the others right-aligned."""
+    """Format a table in lines. The first column is left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(heads, *rows)]
     return [
         "  ".join(

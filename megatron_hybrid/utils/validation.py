@@ -19,19 +19,19 @@ _MOST_SHOWN = 200
 
 
 def is_int(value: Any) -> bool:
-    """Return whether a value is an integer, also numpy's, but no bool."""
+    """Return whether a value is an integer, also one of numpy, but not a bool."""
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a real number, also numpy's, but no bool."""
+    """Return whether a value is a real number, also one of numpy, but not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
 class Range:
-    """Limits of a number, in the annotation of its field: `Annotated[int, Range(ge=1)]`. Those of
-    a text or a list are limits of its length."""
+    """Limits of a number, in the annotation of its field: `Annotated[int, Range(ge=1)]`. For a text
+    or a list they are limits of its length."""
 
     ge: float | None = None
     gt: float | None = None
@@ -56,7 +56,7 @@ class Range:
         return " and ".join(texts)
 
     def __get_pydantic_core_schema__(self, source: type, handler: Callable) -> dict[str, Any]:
-        """Let pydantic keep the same limits of a number."""
+        """Return a schema with which pydantic enforces the same limits of a number."""
         limits = vars(_limits_of(source, self)).items()
         return {**handler(source), **{name: limit for name, limit in limits if limit is not None}}
 
@@ -72,7 +72,7 @@ def check_fields(instance: Any, prefix: str = "") -> None:
     prefix: of a field's name, for the error.
 
     Raises:
-        ValueError: a field has another value.
+        ValueError: a field has an illegal value.
     """
     for name, hint, takes in _field_takers(type(instance)):
         value = getattr(instance, name)
@@ -92,22 +92,22 @@ def _field_takers(of: type) -> list[tuple[str, Any, Callable[[Any], bool]]]:
 
 @cache
 def type_hints(of: type) -> dict[str, Any]:
-    """Field -> annotation, resolved, with its limits."""
+    """Return field -> annotation, resolved, with its limits."""
     return get_type_hints(of, include_extras=True)
 
 
 def check_field(name: str, value: Any, hint: Any) -> None:
     """Check a value against the annotation of its field. Numbers must be finite, within
-    +-`LARGEST_FLOAT` and the annotation's `Range`; whole ones without a range lie from 0 to
+    +-`LARGEST_FLOAT` and the annotation's `Range`; whole ones without a range must lie from 0 to
     `LARGEST_INT`.
 
     Args:
-        name: for the error.
-        value: see there.
+        name: of the field, for the error.
+        value: of the field.
         hint: the annotation, resolved.
 
     Raises:
-        ValueError: another value; the message has the name, the value and what it must be.
+        ValueError: the value is illegal; the message has the name, the value and what it must be.
     """
     kinds = kinds_of(hint)
     if _taker(hint)(value):
@@ -136,14 +136,14 @@ def check_field(name: str, value: Any, hint: Any) -> None:
 
 
 def shown(value: Any) -> str:
-    """Return a value as an error shows it: its beginning, where it is long."""
+    """Format a value for an error; of a long one, only the beginning is shown."""
     text = repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 @cache
 def kinds_of(hint: Any) -> tuple[Any, ...]:
-    """The members of a union, nested ones too; of another annotation itself."""
+    """Return the members of a union, also of nested ones, or another annotation itself."""
     if get_origin(hint) in (Union, UnionType):
         return tuple(kind for each in get_args(hint) for kind in kinds_of(each))
     return (type(None) if hint is None else hint,)
@@ -151,7 +151,7 @@ def kinds_of(hint: Any) -> tuple[Any, ...]:
 
 @cache
 def _taker(hint: Any) -> Callable[[Any], bool]:
-    """Return whether a value is of an annotation, as a function: lists are long."""
+    """Return a function that checks whether a value fits an annotation, fast, as lists are long."""
     kind, *others = kinds_of(hint)
     if others:
         takers = [_taker(each) for each in (kind, *others)]
@@ -198,7 +198,7 @@ def _is_instance(value: Any, origin: type) -> bool:
 
 
 def _parts_of(value: Any, kind: Any) -> Iterable[tuple[Any, Any]]:
-    """Places and parts of a sequence or a mapping, where its annotation says what they are."""
+    """Return places and parts of a sequence or a mapping, if its annotation says what they are."""
     origin = get_origin(kind)
     if not isinstance(origin, type) or not _is_instance(value, origin):
         return ()
@@ -210,7 +210,7 @@ def _parts_of(value: Any, kind: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _part_hints(kind: Any) -> list[Any]:
-    """Annotations of the keys, if it is a mapping, and of the parts."""
+    """Return the annotations of the keys, if it is a mapping, and of the parts."""
     return [each for each in get_args(kind) if each is not Ellipsis]
 
 
@@ -250,7 +250,7 @@ _NAMES: dict[Any, tuple[str, str]] = {
     bool: ("true or false", "true or false"),
     str: ("text", "texts"),
 }
-"""Type -> name of a value, of several."""
+"""Type -> name of one value, name of several."""
 
 
 def takes_argument(function: Callable, name: str) -> bool:
@@ -263,7 +263,7 @@ def json_value(text: str) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is none, or it is too deep or has too many digits for Python.
+        ValueError: it is not JSON, or it is too deep or has too many digits for Python.
     """
     try:
         return json.loads(text)
@@ -274,8 +274,8 @@ def json_value(text: str) -> Any:
 
 
 def check_text(name: str, text: str) -> None:
-    """Raise ValueError if a str has half of a surrogate pair, as JSON can express it: UTF-8
-    cannot."""
+    """Raise ValueError if a str has half of a surrogate pair, which JSON can express, but not
+    UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
