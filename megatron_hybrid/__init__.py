@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from megatron_hybrid.models.layer_pattern import LAYER_KINDS
     from megatron_hybrid.text.guide import Guide
 
-# MKL then gives a row of a product the same bits in any number of rows on an Intel CPU, at no cost:
-# attention, and what `ops.linear` leaves to it. It reads this at a process's first product.
+# MKL then gives a row of a product the same bits in any number of rows on an Intel CPU, at no cost,
+# in attention and in what `ops.linear` leaves to it. It reads this at a process's first product.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 __all__ = [
@@ -107,7 +107,7 @@ _MODULES = {
     "save_checkpoint": "checkpoints.checkpoint",
     "save_huggingface": "checkpoints.checkpoint",
 }
-"""Where a name is from. Its module is imported when it is first asked for: torch and megatron-core
+"""Modules of names. A module is imported when a name is first asked for: torch and megatron-core
 take seconds, which `import megatron_hybrid` and the command line's help need not wait for."""
 
 

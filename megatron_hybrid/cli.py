@@ -21,7 +21,7 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command. Returns the exit status."""
+    """Run one command, and return the exit status."""
     arguments, parser = sys.argv[1:] if arguments is None else arguments, build_parser()
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:2], "--help"]
@@ -37,8 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def reported(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Run a program with the options of a `CommandParser`, and print the errors of its user in one
-    line, with the option of the field that one begins with. Returns the exit status."""
+    """Run a program with the options of a `CommandParser`, and return the exit status. Errors of
+    the user are printed in one line, with the option of a field that the error begins with."""
     try:
         status = run(options)
         sys.stdout.flush()  # here, not at Python's exit, where errors are not caught
@@ -58,7 +58,7 @@ def reported(run: Callable[[argparse.Namespace], int], options: argparse.Namespa
 
 
 def build_parser() -> Parser:
-    """The parser of a command's name. No parser needs torch."""
+    """Build the parser of a command's name. No parser needs torch."""
     lines = [
         fill(f"  {name:12}{command.HELP}", 80, subsequent_indent=" " * 14)
         for name, command in COMMANDS.items()
@@ -79,7 +79,7 @@ def build_parser() -> Parser:
 
 
 def command_parser(name: str) -> CommandParser:
-    """The parser of a command's arguments."""
+    """Build the parser of a command's arguments."""
     command = COMMANDS[name]
     parser = CommandParser(name, command.HELP)
     command.add_arguments(parser)

@@ -1,4 +1,4 @@
-"""Every difference between the tested megatron-core releases (0.16.1 and 0.19.x), in one file.
+"""All differences between the tested megatron-core releases (0.16.1 and 0.19.x), in one file.
 
 The rest of the package imports this module before any other part of megatron-core, so a broken or
 missing installation is explained once, here. `models/__init__.py` imports it first; other packages
@@ -26,7 +26,7 @@ _OLDEST, _FIRST_UNTESTED = (0, 16, 1), (0, 20, 0)
 
 
 def _check_version(version: tuple[int, ...]) -> None:
-    """Raise ImportError for a release that is too old; warn of one that is not tested yet."""
+    """Raise ImportError for a release that is too old, and warn of one that is not tested yet."""
     if _OLDEST <= version < _FIRST_UNTESTED:
         return
     found = f"megatron-core {'.'.join(map(str, version))} is installed; megatron_hybrid"
@@ -42,10 +42,10 @@ def _check_version(version: tuple[int, ...]) -> None:
 
 
 def compile_at_first_call(compile_now: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.compile` as a decorator that compiles a function when it is first called, and loads
-    torch's compiler no sooner.
+    """Return `torch.compile` as a decorator that compiles a function when it is first called, and
+    loads torch's compiler no sooner.
 
-    compile_now: `torch.compile`. What is no plain function it gets at once.
+    compile_now: `torch.compile`, which gets other objects than plain functions at once.
     """
 
     def compile_later(model: Any = None, **options: Any) -> Any:
@@ -57,7 +57,7 @@ def compile_at_first_call(compile_now: Callable[..., Any]) -> Callable[..., Any]
 
         @functools.wraps(model)
         def call(*args: Any, **kwargs: Any) -> Any:
-            # Inside of something that is being compiled, it is a part of that.
+            # Inside of a function that is being compiled, it is a part of that one.
             function = model if torch.compiler.is_compiling() else compiled()
             return function(*args, **kwargs)
 
@@ -68,8 +68,8 @@ def compile_at_first_call(compile_now: Callable[..., Any]) -> Callable[..., Any]
 
 @contextmanager
 def _compiled_at_first_call() -> Iterator[None]:
-    """megatron-core keeps `torch.compile` as its `jit_fuser` when it is imported, and decorates its
-    fused functions with it. That loads torch's compiler: 3 of 9 seconds of an import."""
+    """Let megatron-core import with `compile_at_first_call` as its `jit_fuser`, which decorates its
+    fused functions. `torch.compile` would load torch's compiler, 3 of 9 seconds of an import."""
     before = torch.compile
     torch.compile = compile_at_first_call(before)
     try:
@@ -93,13 +93,13 @@ _ACCELERATORS = {
     "apex.normalization": ("apex.normalization.fused_layer_norm:",),
     "transformer_engine.pytorch": ("transformer_engine.pytorch:",),
 }
-"""Part of NVIDIA's Transformer Engine or apex that megatron-core imports where it is there -> what
-core takes of it."""
+"""Part of NVIDIA's Transformer Engine or apex that megatron-core imports if it exists -> the names
+that core takes from it."""
 
 
 def _try_accelerators() -> dict[str, str]:
-    """Import them before megatron-core does, which expects ImportError alone of a broken one; what
-    fails, or what core fails with, is hidden from it. Returns part -> the reason."""
+    """Import the accelerators before megatron-core does, which expects only ImportError of a broken
+    one. Hide those that fail, or that core fails with, and return part -> the reason."""
     reasons, hidden, before = {}, {}, set(sys.modules)
     for name, needed in _ACCELERATORS.items():
         for each in needed:
@@ -125,7 +125,7 @@ def _try_accelerators() -> dict[str, str]:
     return reasons
 
 
-# It logs about a CUDA toolkit on machines without a GPU, such as login nodes.
+# torch logs about a CUDA toolkit on machines without a GPU, such as login nodes.
 _torch_extensions = logging.getLogger("torch.utils.cpp_extension")
 _torch_extensions.addFilter(_silent := lambda record: False)
 try:
@@ -165,9 +165,9 @@ finally:
 
 
 def _keep_given_groups() -> None:
-    """Let core's layers keep the group that they are given where torch.distributed is not
-    initialized: core drops it there, and its next line asks None for its size. What it does without
-    a group stays."""
+    """Let core's layers keep the group that they are given if torch.distributed is not initialized.
+    Core drops the group then, and its next line asks None for its size. Calls without a group stay
+    as they are."""
     name = "get_tensor_model_parallel_group_if_none"
     core = getattr(megatron.core.utils, name)
 
@@ -184,14 +184,14 @@ _keep_given_groups()
 
 
 def replace_deprecated_defaults(config: TransformerConfig) -> None:
-    """Spell a default that core warns about, at every config made, in the way it asks for."""
+    """Replace a default that core warns about, at every config made, by the one it asks for."""
     field = "cuda_graph_scope" if MEGATRON_CORE_VERSION < (0, 17, 0) else "cuda_graph_modules"
     if getattr(config, field, None) == "full":
         setattr(config, field, [])
 
 
 def canonical_parameter_name(name: str) -> str:
-    """The 0.16 spelling of a parameter name, which is ours, for the spelling of any release.
+    """Convert a parameter name of any release to the spelling of 0.16, which is ours.
 
     The convolution of a Mamba-2 mixer is a submodule in 0.16 (`mixer.conv1d.weight`) and a pair of
     parameters in 0.19 (`mixer.conv1d_weight`); distributed checkpoints use the first in both.
@@ -221,7 +221,7 @@ def record_aux_loss(
     num_layers: int,
     group: torch.distributed.ProcessGroup | None,
 ) -> None:
-    """Add a loss of a layer, counted from 1 in the whole model, to core's tracker, which sums it
+    """Add a loss of a layer, numbered from 1 in the whole model, to core's tracker, which sums it
     over the ranks of the group when it reports (gloo cannot average)."""
     layer = name, value, layer_number, num_layers
     if MEGATRON_CORE_VERSION < (0, 17, 0):
@@ -235,8 +235,8 @@ def record_aux_loss(
 
 
 def take_aux_losses() -> dict[str, float]:
-    """Sums over layers and micro-batches of what this rank has recorded by `record_aux_loss` since
-    the last call."""
+    """Take the losses that this rank has recorded by `record_aux_loss` since the last call, summed
+    over layers and micro-batches."""
     from megatron.core.transformer.moe import moe_utils
 
     with warnings.catch_warnings():
@@ -248,7 +248,7 @@ def take_aux_losses() -> dict[str, float]:
 
 
 def forget_aux_losses() -> None:
-    """Forget what `record_aux_loss` has recorded, and the number of layers of that model: core's
+    """Forget what `record_aux_loss` has recorded, and the number of layers of that model, as core's
     tracker lives as long as the process, for one model."""
     if MEGATRON_CORE_VERSION < (0, 17, 0):
         from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
@@ -262,8 +262,8 @@ def forget_aux_losses() -> None:
 
 @contextmanager
 def quiet_core() -> Iterator[None]:
-    """Core warns of older names of torch that it calls itself, of experiments that nobody asked
-    for, and of ways to call it that only some releases have. Its errors are logged all the same."""
+    """Silence core's warnings of older names of torch that it calls itself, of experiments that
+    nobody asked for, and of calls that only some releases have. Its errors are still logged."""
     core = logging.getLogger("megatron.core")
     level = core.level
     try:
@@ -276,9 +276,9 @@ def quiet_core() -> Iterator[None]:
 
 
 def start_save(state: dict[str, Any], folder: str) -> Any:
-    """The asynchronous request of core's distributed checkpoints that writes a sharded state; every
-    rank calls it. Newer releases have two ways to write, of which the default needs one more
-    package."""
+    """Return the asynchronous request of core's distributed checkpoints that writes a sharded
+    state; every rank calls it. Newer releases have two ways to write, and the default one needs
+    another package."""
     from megatron.core import dist_checkpointing
 
     parameters = inspect.signature(dist_checkpointing.save).parameters
@@ -287,8 +287,8 @@ def start_save(state: dict[str, Any], folder: str) -> Any:
 
 
 def unused_accelerators() -> dict[str, str | None]:
-    """Tell why each module of NVIDIA's Transformer Engine and apex is not used; None: it is. (The
-    `apex` on PyPI, another project, has none of them.)"""
+    """Return why each module of NVIDIA's Transformer Engine and apex is not used, or None if it is.
+    (The `apex` on PyPI, another project, has none of them.)"""
     reasons = {name: _UNUSED.get(name) for name in _ACCELERATORS}
     if reasons["transformer_engine.pytorch"] is None and not have_transformer_engine():
         reasons["transformer_engine.pytorch"] = (
@@ -305,7 +305,7 @@ def have_transformer_engine() -> bool:
 
 
 def transformer_engine_modules() -> ModuleType:
-    """megatron-core's module of wrappers around Transformer Engine.
+    """Return megatron-core's module of wrappers around Transformer Engine.
 
     Raises:
         ImportError: Transformer Engine is not installed. (megatron-core itself would go on with a
@@ -324,7 +324,7 @@ def transformer_engine_modules() -> ModuleType:
 
 
 HAVE_COORDINATOR = MEGATRON_CORE_VERSION >= (0, 19, 0)
-"""Whether megatron-core has a coordinator of inference whose messages are known here."""
+"""Whether megatron-core has an inference coordinator whose messages are known here."""
 
 
 _COORDINATOR_PARTS = {
@@ -337,8 +337,8 @@ _COORDINATOR_PARTS = {
 
 
 def coordinator_parts() -> SimpleNamespace:
-    """Return what speaks with megatron-core's coordinator of inference, by core's own names, with
-    the modules `zmq` and `msgpack`.
+    """Return the classes to speak with megatron-core's inference coordinator, by core's own names,
+    with the modules `zmq` and `msgpack`.
 
     Raises:
         ImportError: this megatron-core has no such coordinator, or a package that it needs is not

@@ -1,3 +1,3 @@
-"""The one place that holds the version; setup.py reads it without importing the package."""
+"""The version, in one place; setup.py reads it without importing the package."""
 
 __version__ = "0.2.0"
