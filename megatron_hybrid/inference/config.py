@@ -39,8 +39,8 @@ class InferenceConfig:
     """Tokens of one KV block."""
 
     cache_bytes: Positive | None = None
-    """Bytes of the page pool on each rank, which holds the KV of running requests and the cache.
-    By default it is `memory_fraction` of the memory that weights, live slots and one step of
+    """Size of the page pool on each rank, which holds the KV of running requests and the cache. By
+    default it is the part `memory_fraction` of the memory that weights, live slots and one step of
     `max_tokens` leave free on the device. The engine's own `config` has the number."""
 
     memory_fraction: Annotated[float, Range(gt=0, le=1)] = 0.9
@@ -73,7 +73,7 @@ class InferenceConfig:
     but several times larger in small heads, such as 16 x 16 (docs/how/encodings.md)."""
 
     host_cache_bytes: Annotated[int, Range(ge=0, le=2**63 - 1)] = 0
-    """Bytes of host memory on each rank for records evicted from the page pool; 0 means none."""
+    """Size of the host memory on each rank for records evicted from the page pool; 0 means none."""
 
     cache_dir: str | PathLike[str] | None = None
     """Folder for records evicted from host memory, or from the pool if `host_cache_bytes` is 0. The

@@ -74,7 +74,7 @@ class SamplingParams:
     """
 
     temperature: Temperature | None = None
-    """The logits are divided by this temperature; 0, or less than 1e-30, is greedy."""
+    """The logits are divided by this temperature; values below 1e-30, such as 0, are greedy."""
 
     top_k: int | None = None
     """Keep the k most likely tokens; 0 keeps all, 1 is greedy."""
