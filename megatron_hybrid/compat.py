@@ -68,8 +68,8 @@ def compile_at_first_call(compile_now: Callable[..., Any]) -> Callable[..., Any]
 
 @contextmanager
 def _compiled_at_first_call() -> Iterator[None]:
-    """Let megatron-core import with `compile_at_first_call` as its `jit_fuser`, which decorates its
-    fused functions. `torch.compile` would load torch's compiler, 3 of 9 seconds of an import."""
+    """Let core take `compile_at_first_call` for `torch.compile` when it is imported and decorates
+    fused functions (`jit_fuser`). Else torch's compiler is loaded, 3 of 9 seconds of an import."""
     before = torch.compile
     torch.compile = compile_at_first_call(before)
     try:
@@ -184,7 +184,7 @@ _keep_given_groups()
 
 
 def replace_deprecated_defaults(config: TransformerConfig) -> None:
-    """Replace a default that core warns about, at every config made, by the one it asks for."""
+    """Write a default that core warns about, at every config made, in the form that it asks for."""
     field = "cuda_graph_scope" if MEGATRON_CORE_VERSION < (0, 17, 0) else "cuda_graph_modules"
     if getattr(config, field, None) == "full":
         setattr(config, field, [])

@@ -53,7 +53,7 @@ class CacheContents:
         return TreeChanges(is_whole, version, is_last, len(journal), tick, removed, views)
 
     def note_change(self, checkpoint: Checkpoint) -> None:
-        """Note that a tier has changed what it knows of a checkpoint."""
+        """Note that facts about a checkpoint outside of the cache, as its tier, have changed."""
         if checkpoint.edge is not None:
             self._index.note(checkpoint.edge)
 

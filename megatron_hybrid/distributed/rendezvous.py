@@ -296,7 +296,7 @@ class _Exchange:
                 )
             if waited >= line:
                 line += REPEAT_SECONDS
-                if keys != ["answer"]:  # whoever collects says it
+                if keys != ["answer"]:  # the rank that collects logs it
                     logger.warning(
                         "%s has waited for %s for %.0f s: %s", self._own, names, waited, self._what
                     )

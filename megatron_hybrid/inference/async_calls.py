@@ -200,7 +200,7 @@ class AsyncCalls:
 
     def tell_when_empty(self, empty: Future[None]) -> None:
         """Set the future when no request is left."""
-        if empty.set_running_or_notify_cancel():  # who gives up waiting leaves it alone
+        if empty.set_running_or_notify_cancel():  # unless the caller has given up
             self._on_empty.append(empty)
         self._note_empty()
 

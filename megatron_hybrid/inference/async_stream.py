@@ -48,7 +48,7 @@ class AsyncCall:
             del item  # an error's traceback refers to this frame, and to the failed step's tensors
 
     def abandon(self) -> None:
-        """Note that nobody waits for it any more. Takes no lock: garbage collection may call it."""
+        """Note that nobody waits any more. It takes no lock, as garbage collection may call it."""
         self.is_abandoned = True
         self._abandoned.append(self)
 

@@ -337,8 +337,8 @@ class DynamicInferenceEngine(AbstractContextManager["DynamicInferenceEngine"]):
             ValueError: the model does not have a name, a name comes without others that belong to
                 it, a shape differs, a dtype is quantized, a tensor has two values, or another rank
                 has other names, shapes, dtypes, values or another order. Of a mapping or a sequence
-                nothing has been written then. Of another iterable the pairs before are written, and
-                the rest is read and dropped; if anything was written, steps raise
+                nothing has been written then. Of another iterable the pairs before the error are
+                written, and the rest is read and dropped; if anything was written, steps raise
                 WeightsUnfinishedError until it is given again.
             TypeError: `pairs` are not names and whole tensors; the effect is that of a ValueError.
             Exception: the iterable raised it; the effect is that of a ValueError.

@@ -154,7 +154,8 @@ class LiveRequests:
     @defer_sigint()
     def end(self, requests: Sequence[Request]) -> list[RequestOutput]:
         """End requests with what they have generated, and return the outputs that are due and their
-        last ones, whose results have the `finish_reason` "cancelled".
+        last ones, whose results have the `finish_reason` "cancelled". If all ranks make the same
+        calls, use `cancel`.
 
         Raises:
             RuntimeError: a step of this engine is running, or it is suspended; nothing has changed.

@@ -108,7 +108,7 @@ class DiskStore:
         self._closing = self._closed = self._is_writing = False
         self._home = ForkGuard()
         self._error: Exception | None = None  # the last write error since `recover`
-        self._retry_at: float | None = None  # None: writing works
+        self._retry_at: float | None = None  # None while writing works
         self._unwritten: list[Record] = []
         self._is_full = False  # since the last `was_full`
         self._has_shed = False  # since writing worked

@@ -108,7 +108,7 @@ class Fetch:
         return Progress.DAMAGED if self.damaged() else Progress.READY
 
     def damaged(self) -> list[Record]:
-        """Return a list of the first record that is known to be damaged, or of none."""
+        """Return a list of the first record that is known to be damaged, or an empty one."""
         for record, read in zip(self.wanted, self.reads):
             if read.done() and not read.exception() and read.result() is None:
                 return [record]

@@ -375,7 +375,7 @@ def _note_state(
 
 
 def check_capacities(spec: CacheSpec, host_cache_bytes: int, disk_cache_bytes: int | None) -> None:
-    """Raise ValueError if a tier, 0 or None for none, is too small for one block and its state."""
+    """Raise ValueError if a tier is too small for a block and its state. 0 and None are no tier."""
     least = least_capacity_bytes(spec)
     for name, capacity, source in (
         ("host_cache_bytes", host_cache_bytes, "host_cache_bytes"),

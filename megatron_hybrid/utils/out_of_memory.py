@@ -35,7 +35,7 @@ otherwise, and cannot know it."""
 
 @contextmanager
 def optional_decision(failed: Callable[[Exception], object]) -> Iterator[None]:
-    """Make a context as `optional_work` for decisions that each rank makes for itself."""
+    """Make a context as `optional_work`, for a decision that all ranks make, each for itself."""
     with optional_work(lambda error: (note_decided_by_memory(), failed(error))):
         yield
 

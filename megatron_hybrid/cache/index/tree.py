@@ -145,7 +145,7 @@ class Edge:
 
     def __init__(self, parent: Edge | None, start: int, tokens: np.ndarray, pages: np.ndarray):
         self.number = next(_numbers)
-        self.parent = parent  # None: a root, or dropped
+        self.parent = parent  # None for a root or a dropped edge
         self.children: dict[int, Edge] = {}
         self.start = start
         self.end = self.held_end = start + len(tokens)

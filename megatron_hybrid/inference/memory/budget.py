@@ -34,7 +34,7 @@ _SQUARES = 10
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the bytes that this process can still allocate on a device."""
+    """Return the bytes that this process can still allocate. All of inference asks here."""
     if device.type != "cuda":
         return _available_on_host(Path("/"))
     free, _ = torch.cuda.mem_get_info(device)

@@ -39,7 +39,7 @@ def fingerprint(model: HybridModel, spec: CacheSpec, config: InferenceConfig) ->
         "model_configuration": _hash(configuration),
         "memory_layout": _hash(repr(spec)),
         "modules_and_hooks": _hash(json.dumps(_computation(model))),
-        "adapters": repr(getattr(model, "lora_fields", None)),  # their scale is no tensor
+        "adapters": repr(getattr(model, "lora_fields", None)),  # their scale is not a tensor
         "weights": weights_hash(model),
     }
 

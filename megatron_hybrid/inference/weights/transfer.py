@@ -83,7 +83,7 @@ class Part:
     """The checkpoint that they are in, if its weights are packed."""
 
     def drop(self) -> None:
-        """Let waiting processes go on after an error. It raises nothing, which would hide that."""
+        """Let waiting processes go on after an error, which this must not hide by another one."""
         with suppress(BaseException):
             for _ in self.tensors if self.is_awaited else ():
                 pass

@@ -73,7 +73,7 @@ class StepBuffer:
             self.host[name], self.device[name] = host.numpy(), copy
 
     def begin(self) -> None:
-        """Wait until the last upload has left host memory, as the device begins the step before."""
+        """Wait until the last upload has left host memory, when the device begins that step."""
         if self._copied is not None:
             self._copied.synchronize()
 
