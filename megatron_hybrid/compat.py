@@ -114,7 +114,7 @@ def _try_accelerators() -> dict[str, str]:
                     importlib.import_module("megatron.core")
             except KeyboardInterrupt:
                 raise
-            except BaseException as error:  # of another CUDA or torch; some end by sys.exit
+            except BaseException as error:  # builds for another CUDA or torch; some call sys.exit
                 reasons[name] = f"{package} is installed, but {type(error).__name__}: {error}"
                 failed = module if package == "apex" and "apex" in sys.modules else package
                 for loaded in sys.modules.keys() - before:

@@ -201,7 +201,7 @@ def announce_failure(what: str) -> Iterator[None]:
         if not isinstance(error, RankError):
             text = f"{what} failed on {own}: {type(error).__name__}: {error}"
             store.set(key, pickle.dumps((number, text)))
-            time.sleep(_READ_SECONDS)  # this process may end with the error, and have the store
+            time.sleep(_READ_SECONDS)  # this process may have the store, and end with the error
         raise
     finally:
         _attempt.reset(before)
@@ -216,7 +216,7 @@ class _Exchange:
         self._what, self._ranks = what, list(ranks)
         self._store, self._own = store, own
         self._members: dict[int, Member] = {}  # by rank, those that are known
-        self._stopped: dict[int, float] = {}  # since when, by rank
+        self._stopped: dict[int, float] = {}  # time of the first look, by rank
         where = f"{_PREFIX}/{'.'.join(map(str, self._ranks))}"
         self._where = ""
         # Skip meetings that the others have ended without this rank.

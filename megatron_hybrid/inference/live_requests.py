@@ -92,7 +92,7 @@ class LiveRequests:
         self._outputs = [output for output in self._outputs if output.request_id not in own]
 
     def _note_end(self, request: Request) -> None:
-        with out_of_memory.optional_work(lambda error: None):  # the page may lack it
+        with out_of_memory.optional_work(lambda error: None):  # only page and spans lack it
             self.ended.note(request)
             if self._tracer is not None:
                 self._tracer.note_end(request)

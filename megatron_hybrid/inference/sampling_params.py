@@ -201,7 +201,7 @@ class SamplingParams:
         values = {}
         for name, ours in _OURS.items():
             value = getattr(self, name)
-            # Not from a greedy model's three fields: its top_k=1 would override the request's.
+            # Not from a greedy model's `_ROW_FIELDS`: its top_k=1 would override the request's.
             if value is None and model and not (asked and model.is_greedy and name in _ROW_FIELDS):
                 value = getattr(model, name)
             values[name] = ours if value is None else value

@@ -91,13 +91,13 @@ class StepLoop:
         """Make a context for a step, or for its end, in which an error rolls back the step."""
         self._guard.is_stepping = True
         try:
-            self._check_decisions()  # those of calls since the last step
+            self._check_decisions()  # decisions of calls since the last step
             yield
             self._check_decisions()
         except BaseException as error:
             self._launched = None
             self._failed = self._scheduler.fail()
-            if not isinstance(error, RestoreFailedError):  # which all ranks raise
+            if not isinstance(error, RestoreFailedError):  # all ranks raise that one
                 self._control.report(error)
             raise
         finally:

@@ -314,7 +314,7 @@ class WeightCalls:
             return
         if (reason := self.unfinished) is not None:
             raise WeightsUnfinishedError(reason)
-        self._epochs.check()  # what is seen now is not seen afterwards
+        self._epochs.check()  # changes until now cannot be seen afterwards
         with self._ranks.raise_on_all("giving back the weights"):
             self._memory.release(keep)
         self._epochs.watch.accept()  # without addresses
@@ -329,7 +329,7 @@ class WeightCalls:
     def reacquire_weights(self) -> None:
         self._guard.refuse_closed("reacquire_weights")
         watch = self._epochs.watch
-        has_changed = watch.has_changed()  # other things than what is taken now
+        has_changed = watch.has_changed()  # other changes than the new memory
         with self._ranks.raise_on_all("taking the memory of the weights again"):
             self._memory.reacquire()
         watch.accept()  # other addresses, and the same values

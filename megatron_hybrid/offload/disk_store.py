@@ -379,7 +379,7 @@ class DiskStore:
         num_bytes = 0
         while self._jobs and len(self._batch) < MAX_BATCH and num_bytes < MAX_BATCH_BYTES:
             operation, record, data = job = self._jobs[0]
-            self._batch.append(job)  # first: others wait until both are empty
+            self._batch.append(job)  # before `popleft`: others wait until both are empty
             self._jobs.popleft()
             if operation == "put":
                 puts[record.key] = record, data

@@ -54,7 +54,7 @@ def _in_fork() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != _forker:  # it has ended in between
+        if os.getppid() != _forker:  # the parent has ended in between
             os._exit(1)
 
 

@@ -98,7 +98,7 @@ class DaemonThreads:
                 self._running[job.key] -= job.is_large
                 self._running += Counter()  # without keys that have none
                 self._changed.notify()
-            del job  # and what it holds, while this thread waits
+            del job  # frees its objects while this thread waits
 
     def _take(self) -> _Job | None:
         """Remove and return the next job, or None if none may run now."""

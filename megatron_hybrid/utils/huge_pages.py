@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 _PAGE = 2 << 20
-_COLLAPSE = 25  # MADV_COLLAPSE, since Linux 6.1; an older one refuses it
+_COLLAPSE = 25  # MADV_COLLAPSE, since Linux 6.1; older ones refuse it
 
 
 def use_huge_pages(tensors: Iterable[Tensor]) -> None:

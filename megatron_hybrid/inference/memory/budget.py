@@ -39,7 +39,7 @@ def available_bytes(device: torch.device) -> int:
         return _available_on_host(Path("/"))
     free, _ = torch.cuda.mem_get_info(device)
     stats = torch.cuda.memory_stats(device)
-    # What torch keeps for itself it gives back before it lacks memory, but for parts of blocks.
+    # torch gives its unused memory back before it lacks any, except parts of blocks.
     unused = stats["reserved_bytes.all.current"] - stats["allocated_bytes.all.current"]
     return free + unused - stats["inactive_split_bytes.all.current"]
 

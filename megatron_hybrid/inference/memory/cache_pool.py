@@ -216,10 +216,10 @@ class CachePool:
     ):
         self.spec = spec
         self.device = device
-        self._kept: list[tuple[Tensor, Tensor]] | None = None  # rows, their bytes: while suspended
+        self._kept: list[tuple[Tensor, Tensor]] | None = None  # rows, bytes: while suspended
         # Zeros, not empty: masked attention reads unwritten rows, which must not hold a NaN.
         self.pool = _zeros(num_pages, spec.page_bytes, device, "pages: lower cache_bytes")
-        self._words = self.pool.view(torch.int64)  # copied so, as in PageMover
+        self._words = self.pool.view(torch.int64)  # copied in 8 bytes, as in PageMover
         self._state_encoding = state_encoding
         self._layout = StateLayout(layers, hidden_size, hidden_dtype or dtype, state_encoding)
         self.slots = _zeros(num_slots, spec.slot_bytes, device, "live slots: lower max_requests")

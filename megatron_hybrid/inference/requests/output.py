@@ -140,7 +140,7 @@ class OutputProcessor:
             tail = detokenize(request.generated_from(earlier))
         if not any(word in tail for word in words):
             return False
-        # Bytes before the tail that are no character may spoil the word.
+        # Bytes before the tail that form no character may spoil the word.
         text = detokenize(request.token_ids)
         return any(word in text for word in words)
 

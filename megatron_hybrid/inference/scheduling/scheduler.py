@@ -106,9 +106,9 @@ class Scheduler:
         self._current = PlanBuilder()  # the step that is planned, or runs
         self._next = PlanBuilder()  # moves that are due before the next step, with it or without
         self.ahead = StepAhead(cache)
-        self._drew_again = False  # a row of the last step, and so the next one may do, too
+        self._drew_again = False  # a row of the last step; the next step may, too
         self._admitting: Request | None = None
-        self._suspects: dict[Request, None] = {}  # of what made steps fail
+        self._suspects: dict[Request, None] = {}  # requests that may make steps fail
         self.num_preemptions = 0
         self.num_restarts = 0
         self.num_failures = 0

@@ -35,7 +35,7 @@ class WeightWatch:
 
     def __init__(self, model: HybridModel):
         self._model = model
-        self._num_changes = 0  # that leave no other mark
+        self._num_changes = 0  # changes that leave no other mark
         self.accept()
         _watches.add(self)
         _watch_optimizers()

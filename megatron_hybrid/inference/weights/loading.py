@@ -212,7 +212,7 @@ class _Pass:
         tensor = tensor.detach()
         waits = len(parts) + 1 < len(tensor_map.theirs)
         if not self._own.keys() & set(tensor_map.ours):
-            tensor = tensor.to("meta")  # another stage's
+            tensor = tensor.to("meta")  # it belongs to another stage
         elif waits and self._writes:
             tensor = tensor.clone()  # the caller may write the next one into the same memory
         parts[spelling] = tensor

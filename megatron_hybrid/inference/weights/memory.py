@@ -34,7 +34,7 @@ class WeightMemory:
             return
         found: dict[int, tuple[torch.UntypedStorage, int]] = {}
         for name, parameter in self._model.named_parameters():
-            if not parameter.untyped_storage().resizable():  # numpy has seen it, as saving does
+            if not parameter.untyped_storage().resizable():  # numpy views it, as after saving
                 parameter.data = parameter.data.clone()
             storage = parameter.untyped_storage()
             of_others = storage.nbytes() - parameter.nbytes

@@ -149,7 +149,7 @@ class WeightGroup:
             self._store.set_timeout(seconds)
             if self._is_trainer:
                 self._store.set(_SENDS_HEADS, "1")
-            # Of torch, for a group that is no part of the job of either side.
+            # This function of torch makes a group that belongs to the job of neither side.
             self.group, _ = distributed_c10d._new_process_group_helper(
                 world_size,
                 rank,
@@ -260,7 +260,7 @@ class WeightGroup:
                 self._waits = True
                 raise RuntimeError("nobody here waits for it any more")
             if self._backend == "gloo":
-                with suppress(RuntimeError):  # not yet; what has failed says so below
+                with suppress(RuntimeError):  # not yet; a failure raises below
                     work.wait(timedelta(seconds=LOOK_SECONDS))
             else:  # with NCCL a limit of a wait ends the group
                 time.sleep(0.001)

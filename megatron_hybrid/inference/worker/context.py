@@ -191,8 +191,8 @@ class DynamicInferenceContext:
         self._known_tables: list[list[np.ndarray]] = [[]] * shape[1]  # in `_tables`, by slot
         self._buffer = StepBuffer(input_fields(spec, *sizes), memory.device)
         self._inputs: dict[str, Tensor] = {}  # the used parts of the last step's, by name
-        self._rows: tuple | None = None  # what `_fill_rows` has written for
-        self._filled: tuple | None = None  # what `_fill_tables` has written for
+        self._rows: tuple | None = None  # arguments of the last `_fill_rows`
+        self._filled: tuple | None = None  # slots and shape of the last `_fill_tables`
         with torch.inference_mode(False):
             self._step_tables = torch.zeros(
                 (shape[0], max_requests, max_blocks), dtype=torch.int32, device=memory.device

@@ -69,7 +69,7 @@ class CudaGraph:
                     if self.open_piece is not None:
                         with suppress(RuntimeError):  # the first error says why
                             self.open_piece.capture_end()
-                    if self.steps:  # what runs between pieces has run
+                    if self.steps:  # ops between pieces have run
                         own.wait_stream(stream)
             torch.cuda.synchronize()
             self.num_bytes = max(0, torch.cuda.memory_reserved() - before)
