@@ -16,7 +16,7 @@ from megatron_hybrid.serving.http.errors import ApiError
 from megatron_hybrid.serving.http.json_response import to_cpu_thread
 
 STALL_SECONDS = 120.0
-"""Time without a step, though requests wait for one, before `/health` says so."""
+"""Seconds without a step, though requests wait for one, before `/health` reports it."""
 _LOOK_SECONDS = 1.0
 _REST_SECONDS = 2.0
 """Seconds without a request before freed memory goes back to the system."""
@@ -31,7 +31,7 @@ class Ticket:
     """The caller's label; others may have the same."""
     key: str
     num_samples: int = 1
-    """Samples of all prompts together: for so many requests it counts."""
+    """Samples of all prompts together. The ticket counts as so many requests."""
     names: dict[str, str] = field(default_factory=dict)
     """Names of fields in errors: `GenerationFields.caller_names`, and "guide"."""
     task: asyncio.Task | None = None
@@ -44,11 +44,11 @@ class Ticket:
     first_token_seconds: float | None = None
     began: float = field(default_factory=time.perf_counter)
     waits_since: float | None = None
-    """Time since which it waits for the engine; None: the engine has not got it, or its client has
-    to take what there is."""
+    """Time since which it waits for the engine. It is None while the engine has not got it, or its
+    client has yet to take the last output."""
 
     def count(self, output: RequestOutput) -> None:
-        """Take note of what a step added."""
+        """Count what a step added."""
         if self.first_token_seconds is None:
             self.first_token_seconds = time.perf_counter() - self.began
         self.waits_since = None  # until its client has taken it
@@ -57,7 +57,7 @@ class Ticket:
         self.num_generated += len(output.token_ids)
 
     def count_all(self, results: Sequence[GenerationResult]) -> None:
-        """Take note of whole answers."""
+        """Count whole answers."""
         self.waits_since = None
         self.prefixes = {result.request_id: result.prefix for result in results}
         samples = [sample for result in results for sample in result.samples]
@@ -72,7 +72,7 @@ class Ticket:
         self.first_token_seconds = min(times, default=None)
 
     def abort(self) -> bool:
-        """End the request. Returns whether the engine has it."""
+        """End the request. Return whether the engine has it."""
         if self.task is None:
             return False
         self.is_aborted = True
@@ -84,9 +84,9 @@ class Admission:
     """The requests that generate, those that wait included.
 
     Args:
-        engine: may have failed.
-        max_requests: of the engine.
-        config: of the server.
+        engine: is asked for its steps, and whether a rank has failed.
+        max_requests: the engine's.
+        config: settings of the server.
     """
 
     def __init__(self, engine: AsyncEngine, max_requests: int, config: ServingConfig):
@@ -107,15 +107,15 @@ class Admission:
         return len(self._tickets)
 
     async def watch(self) -> None:
-        """Take note of the engine's steps, until cancelled."""
+        """Note when the engine steps, until cancelled."""
         while True:
             if self._engine.num_steps != self._num_steps or self._engine.is_held:
                 self._num_steps, self._stepped_at = self._engine.num_steps, time.perf_counter()
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def trim_when_idle(self) -> None:
-        """Whenever no request runs any more, give the memory that those have freed back to the
-        system, until cancelled: the allocator would keep what large ones took."""
+        """Return freed memory to the system whenever no request runs any more, until cancelled. The
+        allocator would keep what large requests took."""
         num_done = 0
         while True:
             await asyncio.sleep(_REST_SECONDS)
@@ -125,7 +125,7 @@ class Admission:
 
     @property
     def stall(self) -> str | None:
-        """Why it seems that the engine goes on no more, though requests wait for it; None: all is
+        """Why the engine seems to have stopped, though requests wait for it; None if all is
         well."""
         waits = [each.waits_since for each in self._tickets if each.waits_since is not None]
         if not waits:
@@ -136,7 +136,7 @@ class Admission:
         return f"no request has gone on for {seconds:.0f} s, and {len(waits)} wait"
 
     def check_count(self, num_prompts: int, n: int) -> None:
-        """Raise ApiError for more answers than the server ever takes of one key at a time."""
+        """Raise ApiError for more answers than the server ever takes from one key at a time."""
         per_key = self.config.max_requests_per_key
         most = self.most if per_key is None else min(self.most, per_key)
         if num_prompts * n > most:
@@ -149,12 +149,12 @@ class Admission:
 
     @contextmanager
     def admitted(self, request_id: str, key: str, num_samples: int = 1) -> Iterator[Ticket]:
-        """Context of a request that generates, before anything is tokenized.
+        """Return the context of a request that generates; enter it before anything is tokenized.
 
-        num_samples: of all prompts together, each of which counts.
+        num_samples: those of all prompts together; each counts as a request.
 
         Raises:
-            ApiError: too many are unanswered, or the server ends.
+            ApiError: too many requests are unanswered, or the server ends.
         """
         if (failure := self._engine.rank_failure) is not None:
             raise ApiError(503, f"{failure}: the server ends")
@@ -183,8 +183,8 @@ class Admission:
                 self._idle.set()
 
     def abort(self, request_id: str, key: str) -> bool:
-        """End the running requests of this key (or, with no keys, of anyone) that have this id.
-        Returns whether there is one."""
+        """End the running requests of this key (or, without keys, of anyone) that have this id.
+        Return whether there is one."""
         found = [each for each in self._tickets if (each.request_id, each.key) == (request_id, key)]
         return any([each.abort() for each in found])
 
@@ -194,7 +194,7 @@ class Admission:
             ticket.abort()
 
     async def drain(self) -> None:
-        """Take no new requests, and wait for those that run; end those that take too long."""
+        """Refuse new requests, and wait for those that run; end those that take too long."""
         self.is_draining = True
         try:
             async with asyncio.timeout(self.config.drain_seconds):

@@ -64,7 +64,7 @@ AnyAnswer = Answer | ResponseAnswer | MessageAnswer
 
 
 def create_app(service: Service) -> FastAPI:
-    """The application: OpenAI's routes, those around them, and those of the cache."""
+    """Create the application: OpenAI's routes, those around them, and those of the cache."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -213,7 +213,7 @@ async def _respond(
     prefix: str,
     form: Callable[[Answer], AnyAnswer],
 ):
-    """An answer to a chat, in the form of another route."""
+    """Answer a body as a chat, in the form of another route."""
     fields.check()
     with rename_error_fields(fields):
         chat = await in_turn(fields.to_chat, request)
@@ -239,7 +239,7 @@ async def _answer(
     prefix: str,
     form: Callable[[Answer], AnyAnswer] = lambda answer: answer,
 ):
-    """A whole answer, or a stream. prefix: of its id. form: writes it."""
+    """Return a whole answer, or a stream. `prefix` begins its id; `form` writes it."""
     adapter = service.adapter_of(fields.model)
     fields.check()
     state = request.state
@@ -285,8 +285,8 @@ class _EventStream(StreamingResponse):
 
     Args:
         events: its content.
-        undo: what is left at the end.
-        headers: further ones.
+        undo: contexts that are left at the end.
+        headers: further headers.
     """
 
     media_type = "text/event-stream"
@@ -303,7 +303,7 @@ class _EventStream(StreamingResponse):
 async def _events(
     service: Service, ticket: Ticket, answer: AnyAnswer, streams: Sequence[AsyncStream]
 ) -> AsyncIterator[bytes]:
-    """The server-sent events of a stream. An error after the first is an event, too."""
+    """Yield the server-sent events of a stream. An error after the first is an event, too."""
     try:
         for number, stream in enumerate(streams):
             choices = answer.growing(number)

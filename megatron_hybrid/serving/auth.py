@@ -9,20 +9,17 @@ from megatron_hybrid.serving.http.errors import ApiError
 
 
 class Auth:
-    """The keys of a server.
-
-    config: of the server.
-    """
+    """The API keys of a server."""
 
     def __init__(self, config: ServingConfig):
         self._config = config
 
     def key_of(self, headers: Mapping[str, str]) -> str:
-        """The key of a request; "" where none is needed. Anthropic's clients send it in a header of
-        its own.
+        """Return the key of a request, "" where none is needed. Anthropic's clients send it in a
+        header of its own.
 
         Raises:
-            ApiError: it has none, or none of ours.
+            ApiError: the request has no key, or none of this server.
         """
         if not (self._config.api_keys or self._config.admin_keys):
             return ""
@@ -39,15 +36,15 @@ class Auth:
         return found
 
     def known_key(self, given: str) -> str | None:
-        """A key of the server that is the same as this one; None: there is none."""
+        """Return the server's key that equals the given one, or None."""
         keys = (*self._config.api_keys, *self._config.admin_keys)
-        # All are compared, each in constant time: the time tells nothing of a key.
+        # All are compared, each in constant time: the time reveals nothing about a key.
         asked = given.encode(errors="surrogatepass")
         found = [key for key in keys if hmac.compare_digest(key.encode(), asked)]
         return found[0] if found else None
 
     def check_admin(self, key: str) -> None:
-        """Raise ApiError unless a key is the operator's."""
+        """Raise ApiError unless a key opens the operator's routes."""
         if self._config.admin_keys and key not in self._config.admin_keys:
             raise ApiError(403, "this route is the operator's: use the admin key")
         if len(self._config.api_keys) > 1 and not self._config.admin_keys:
@@ -58,7 +55,7 @@ class Auth:
             )
 
     def salt_of(self, key: str, salt: str | None) -> str:
-        """The salt of cached prefixes: the request's, and one of its key if there are several."""
+        """Return the salt of cached prefixes: the request's, and the tenant if keys are apart."""
         if "\0" in (salt or ""):
             raise ApiError(400, f"cache_salt is {salt!r:.80}: leave out its NUL", "cache_salt")
         return f"{self.tenant_of(key)}:{salt or ''}" if self.separates_keys else salt or ""
@@ -69,5 +66,5 @@ class Auth:
         return len(self._config.api_keys) > 1 and not self._config.shares_cache
 
     def tenant_of(self, key: str) -> str:
-        """A name for the owner of a key, which does not tell the key."""
+        """Return a name for the owner of a key, which does not reveal the key."""
         return hashlib.blake2b(key.encode(), digest_size=16).hexdigest() if key else ""

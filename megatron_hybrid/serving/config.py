@@ -31,9 +31,9 @@ class ServingConfig:
     read from the environment variable MEGATRON_HYBRID_API_KEYS, separated by commas."""
 
     admin_keys: tuple[str, ...] = ()
-    """Only this key opens the routes of the operator, such as /cache/reset. By default a single API
-    key does; with several they are closed. The option may be given several times; more keys are
-    read from MEGATRON_HYBRID_ADMIN_KEYS, separated by commas."""
+    """Let only this key open the routes of the operator, such as /cache/reset. By default a single
+    API key opens them; with several API keys they are closed. The option may be given several
+    times; more keys are read from MEGATRON_HYBRID_ADMIN_KEYS, separated by commas."""
 
     shows_prompts: bool = False
     """Show texts of prompts on the operator's page. By default the page shows only their lengths.
@@ -48,10 +48,10 @@ class ServingConfig:
     follows from the chat template."""
 
     keeps_changing_lines: bool = False
-    """Leave lines of the system's message as they are that change in every request: a billing line
-    of Claude Code, and lines with nothing but a time of day or an id of the request. By default the
-    first is left out and the others move to the end of the newest message, so that prefixes are
-    reused; the header X-Request-Changes says so."""
+    """Keep lines of the system's message in place that change in every request: a billing line of
+    Claude Code, and lines with nothing but a time of day or an id of the request. By default the
+    billing line is left out and the others move to the end of the newest message, so that prefixes
+    are reused; the header X-Request-Changes says so."""
 
     lowers_max_tokens: bool = False
     """Lower a chat's limit of tokens to what the context has left after the prompt. By default such

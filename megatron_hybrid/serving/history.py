@@ -29,11 +29,7 @@ Point = dict[str, Any]
 
 
 class History:
-    """Samples of an engine's `stats` and `histograms`, in points of each length of `SPANS`.
-
-    Args:
-        engine: to ask.
-    """
+    """Samples of an engine's `stats` and `histograms`, in points of each length of `SPANS`."""
 
     def __init__(self, engine: AsyncEngine):
         self._engine = engine
@@ -53,11 +49,11 @@ class History:
             await asyncio.sleep(SECONDS)
 
     def add(self, now: float, stats: Mapping[str, float], times: Mapping[str, Any]) -> None:
-        """Take note of a sample.
+        """Add a sample to the points of each span.
 
         Args:
             now: seconds since 1970.
-            stats: of the engine.
+            stats: those of the engine.
             times: the engine's `histograms`.
         """
         point = _point(now, stats, times)
@@ -65,13 +61,13 @@ class History:
             _add(self._points[span], point, step)
 
     async def columns(self, span: int) -> dict[str, list[float | None]]:
-        """A list for each value, the oldest point first, the last one of now.
+        """Return a list for each value, the oldest point first and the present one last.
 
-        `time` is in seconds since 1970, at the end of a point. Counters are what the engine counted
-        until then, `lost_tokens_<reason>` those of prompt tokens that were computed again, and
-        `requests` those that have begun. `requests_running` and `requests_waiting` are the most of
-        all samples in the point, which see no request that ran between two of them.
-        `<name>_p<percentile>` are seconds, of what the point has; None: it has nothing.
+        `time` is the end of a point, in seconds since 1970. Counters hold what the engine has
+        counted until then: `lost_tokens_<reason>` counts prompt tokens that were computed again,
+        and `requests` those that have begun. `requests_running` and `requests_waiting` are the most
+        of all samples in the point; a request that ran between two samples is not seen.
+        `<name>_p<percentile>` is in seconds, over the times in the point, or None if it has none.
 
         Args:
             span: a key of `SPANS`.
@@ -96,12 +92,12 @@ class History:
 
 
 def percentile(counts: Sequence[int], longest: Sequence[float], percent: float) -> float | None:
-    """Seconds below which so many percent of a histogram are; None: it is empty.
+    """Return the seconds below which so many percent of a histogram are, or None if it is empty.
 
     Between a bound and the longest time up to the next one, times count as evenly spread.
 
     Args:
-        counts, longest: of a `Histogram`.
+        counts, longest: fields of a `Histogram`.
     """
     wanted, below = sum(counts) * percent / 100, 0
     if not wanted:
@@ -120,8 +116,8 @@ def _point(now: float, stats: Mapping[str, float], times: Mapping[str, Sequence[
 
 
 def _add(points: deque[Point] | list[Point], point: Point, step: int) -> None:
-    """Let the last point grow if it has the same time, in steps; the first one stays as it is, to
-    count from."""
+    """Append a point, or replace the last one if it lies in the same step. The first point stays as
+    it is, since growth is counted from it."""
     last = points[-1] if len(points) > 1 else None
     if last is None or last["time"] // step != point["time"] // step:
         points.append(point)

@@ -1,8 +1,8 @@
-"""BlockEvents: the blocks of all prefixes that a cache can resume, told as they come and go.
+"""BlockEvents: the blocks of all prefixes that a cache can resume, reported as they come and go.
 
-The events are those of vLLM, so routers that know vLLM's know ours. A block is told while a prompt
-through its end can skip it: in models with states, while a state at or after its end is stored; in
-pure attention, while its KV is.
+The events are those of vLLM, so routers that know vLLM's know ours. A block is reported as stored
+while a prompt through its end can skip it: in models with states, while a state at or after its end
+is stored; in pure attention, while its KV is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST_EVENTS = 1024  # of one `take`, about
 
 
 class _Block:
-    """A block that was told. uses: its children, and the states whose last whole block it is."""
+    """A reported block. `uses` counts its children and the states whose last whole block it is."""
 
     __slots__ = ("hash", "key", "parent", "salt", "tokens", "uses")
 
@@ -41,8 +41,8 @@ class _Block:
 
 
 class BlockEvents(CacheListener):
-    """Follows a cache. The engine's thread only queues what has happened; `take`, called by one
-    other thread, hashes and counts.
+    """The events of a cache. The engine's thread only queues what has happened; `take`, which one
+    other thread calls, hashes and counts.
 
     Args:
         cache: to follow, with nothing in it.
@@ -61,7 +61,7 @@ class BlockEvents(CacheListener):
         self._keys = RecentKeys(self._size)
         self._blocks: dict[bytes, _Block] = {}
         self._last_of: dict[Checkpoint, _Block] = {}  # of each stored state
-        self._put((self._clear,))  # whoever followed an earlier process forgets what that told
+        self._put((self._clear,))  # a reader of an earlier process forgets that one's blocks
 
     # ---- in the engine's thread ----
 
@@ -90,7 +90,7 @@ class BlockEvents(CacheListener):
     # ---- in any thread ----
 
     def end(self) -> None:
-        """The cache is gone: tell that, and nothing more."""
+        """Queue the last event, which says that the cache is gone, and ignore all later ones."""
         self._put((self._finish,))
         self._put = lambda job: None
 
@@ -112,7 +112,7 @@ class BlockEvents(CacheListener):
         return events
 
     def all(self) -> list[Event]:
-        """Return what to tell somebody who knows none of the events that `take` has returned."""
+        """Return the events for a reader that knows none of those that `take` has returned."""
         rows: list[list[_Block]] = []
         for block in self._blocks.values():  # parents first
             if rows and block.parent is rows[-1][-1]:
@@ -124,7 +124,7 @@ class BlockEvents(CacheListener):
     def _store(
         self, salt: str, tokens: np.ndarray, checkpoint: Checkpoint | None = None
     ) -> Iterable[Event]:
-        """Whole blocks can be resumed, for as long as the state after them is stored."""
+        """Add whole blocks, which can be resumed while the state after them is stored."""
         keys = self._keys.of(tokens, salt).blocks(len(tokens) // self._size)
         first, size = len(keys), self._size
         while first and keys[first - 1] not in self._blocks:
@@ -164,7 +164,7 @@ class BlockEvents(CacheListener):
     def _drop_blocks(
         self, salt: str, parts: list[np.ndarray], end: int, start: int
     ) -> Iterable[Event]:
-        """Return what ends after token `start` of a prefix of `end` tokens is no longer there."""
+        """Remove the blocks that end after token `start` of a prefix of `end` tokens."""
         keys = self._keys.of(np.concatenate(parts)[:end], salt).blocks(end // self._size)
         gone = []
         for key in reversed(keys[start // self._size :]):
@@ -173,7 +173,7 @@ class BlockEvents(CacheListener):
         return _removed(gone)
 
     def _forget_unused(self, block: _Block | None) -> list[int]:
-        """Forget a block and those before it, as far as none is used. Return their hashes."""
+        """Forget a block and those before it, up to the first that is used. Return their hashes."""
         gone = []
         while block is not None and not block.uses:
             gone.append(self._forget(block))

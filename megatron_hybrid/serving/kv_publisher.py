@@ -3,9 +3,9 @@
 A message has three frames: the topic; the number of the batch, 8 bytes, big-endian; the batch in
 msgpack, [time in seconds, events, data-parallel rank]. Numbers count from the microsecond at which
 the publisher began, so that a publisher that takes the place of a dead one leaves a gap.
-Whoever misses a number asks the replay socket for it, and gets all messages from there on. If they
-are not kept any more, or were another publisher's, it gets none, as llm-d-router takes no replay
-that begins later; then all readers get a batch with AllBlocksCleared and all that is stored.
+A reader that misses a number asks the replay socket for it, and gets all messages from there on. If
+they are not kept any more, or were another publisher's, it gets none, as llm-d-router takes no
+replay that begins later; then all readers get a batch with AllBlocksCleared and all that is stored.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _END = b"\xff" * 8  # in place of the number, after the last batch of a replay
 
 
 class KvPublisher:
-    """Sockets, and from `begin` on a thread that publishes. A context.
+    """The sockets, and from `begin` on a thread that publishes. A context manager.
 
     Args:
-        endpoint: to listen on, such as "tcp://127.0.0.1:5557"; "tcp://127.0.0.1:*": any free port.
-        replay_endpoint: for replays, likewise; "": none.
-        topic: of all messages.
+        endpoint: listens there, such as on "tcp://127.0.0.1:5557"; a port * takes any free one.
+        replay_endpoint: listens there for replays; "" allows no replays.
+        topic: that of all messages.
 
     Raises:
-        OSError: an endpoint is none, or is in use; the message names it.
+        OSError: an endpoint is invalid or in use; the message names it.
     """
 
     def __init__(self, endpoint: str, replay_endpoint: str = "", topic: str = ""):
@@ -57,7 +57,7 @@ class KvPublisher:
             self.endpoint = _bind(self._socket, endpoint, "--kv-events-endpoint")
             """Address where it listens."""
             self.replay_endpoint = ""
-            """Address where it listens for replays; "": nowhere."""
+            """Address where it listens for replays, "" if it does not."""
             if replay_endpoint:
                 self._replay = self._context.socket(zmq.ROUTER)
                 # Beyond that, a router drops messages; up to half of it may be read, and not known
@@ -76,11 +76,11 @@ class KvPublisher:
         self._thread.start()
 
     def repeat(self) -> None:
-        """Publish all blocks that there are, for readers that came late."""
+        """Publish all stored blocks again, for readers that came late."""
         self._repeats.set()
 
     def close(self) -> None:
-        """Tell that all blocks are gone, and end."""
+        """Publish that all blocks are gone, and end the thread and the sockets."""
         if self._events is not None:
             self._events.end()
             self._thread.join()
@@ -103,7 +103,7 @@ class KvPublisher:
             self._events.end()  # so that the engine queues no more
 
     def _turn(self, seconds: float) -> None:
-        """Publish and answer what there is; wait up to this long for the first event."""
+        """Publish events and answer replays; wait up to this long for the first event."""
         self._tell(seconds)
         while self._replay is not None and self._replay.poll(0):
             frames = self._replay.recv_multipart()
@@ -127,7 +127,7 @@ class KvPublisher:
         self._socket.send_multipart((self._topic, number, payload))
 
     def _answer(self, client: bytes, *frames: bytes) -> None:
-        """Send what a reader has missed, or else tell all readers what there is."""
+        """Send what a reader has missed, or else publish all stored blocks to all readers."""
         if len(frames) != 2 or len(frames[1]) != len(_END):
             logger.debug("a request for a replay is an empty frame and 8 bytes; ignored")
             return

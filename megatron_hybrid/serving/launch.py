@@ -22,19 +22,19 @@ _HOST = "127.0.0.1"
 
 
 def job_size() -> int | None:
-    """Processes of the job that a launcher such as torchrun has started this one in; None: no
-    launcher has."""
+    """Return the number of processes in the job of a launcher such as torchrun, or None if no
+    launcher has started this process."""
     size = os.environ.get("WORLD_SIZE")
     return int(size) if size and "RANK" in os.environ else None
 
 
 def check_layout(folder: str, sizes: Mapping[str, int], device: str | None) -> int:
-    """The number of ranks that a model needs, which are started here or are there.
+    """Return the number of ranks that a model needs, after checks of the layout and the machine.
 
     Args:
-        folder: of the model.
+        folder: that of the model.
         sizes: fields of HybridConfig, such as tensor_model_parallel_size.
-        device: that was asked for; None: the GPUs, if there are any.
+        device: that was asked for; None means the GPUs, if there are any.
 
     Raises:
         ValueError: the model does not divide so, this machine has too few GPUs for it, or the job
@@ -65,8 +65,8 @@ def check_layout(folder: str, sizes: Mapping[str, int], device: str | None) -> i
 
 
 def take_rank(num_ranks: int, device: str | None) -> int | None:
-    """The rank of this process, which takes its GPU, if there are several ranks; None: one. device:
-    as for `check_layout`."""
+    """Return the rank of this process, and take its GPU; or None if there is one rank. `device` is
+    that of `check_layout`."""
     if num_ranks == 1:
         return None
     warnings.filterwarnings("ignore", "When using async grad allreduce")  # of training
@@ -76,16 +76,16 @@ def take_rank(num_ranks: int, device: str | None) -> int | None:
 
 
 def launch(arguments: Sequence[str], num_ranks: int) -> int:
-    """Run Python on ranks on this machine, until all have ended, and pass on signals to
-    them. If one fails, the others are ended.
+    """Run Python on ranks on this machine until all have ended, and pass on signals to them. If one
+    fails, the others are ended.
 
     Args:
-        arguments: after `python`.
+        arguments: those after `python`.
         num_ranks: processes to start.
 
     Returns:
-        The exit status, that of the first rank that failed; 1 if a signal has ended it; 0 after a
-        SIGTERM to this process.
+        The exit status: that of the first rank that failed, 1 if a signal has ended that rank, or 0
+        after a SIGTERM to this process.
     """
     server = socket.create_server((_HOST, 0))
     port = server.getsockname()[1]
@@ -128,8 +128,8 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
 
 
 def _wait(ranks: Sequence[subprocess.Popen], asked: Sequence[int]) -> int:
-    """Wait until all ranks have ended, or one has failed, and pass on signals as they are asked
-    for. Returns the exit status."""
+    """Wait until all ranks have ended, or one has failed, and pass on the signals in `asked` as
+    they come. Return the exit status."""
     num_told = 0
     while True:
         statuses = [each.poll() for each in ranks]
@@ -146,7 +146,7 @@ def _wait(ranks: Sequence[subprocess.Popen], asked: Sequence[int]) -> int:
 
 
 def _end(ranks: Sequence[subprocess.Popen]) -> None:
-    """End the ranks that run, in `GRACE_SECONDS`."""
+    """Terminate the ranks that run, and kill those that take longer than `GRACE_SECONDS`."""
     for each in ranks:
         each.terminate()
     last = time.monotonic() + GRACE_SECONDS
@@ -159,7 +159,7 @@ def _end(ranks: Sequence[subprocess.Popen]) -> None:
 
 
 def _status(rank: int, process: subprocess.Popen, asked: Sequence[int]) -> int:
-    """The exit status after the failure of a rank, which is told unless it was asked for."""
+    """Return the exit status after a rank has failed. Report that, unless a signal asked for it."""
     status = process.returncode
     for number in asked:  # before the rank had taken its signals
         if status in (-number, 128 + number):

@@ -19,7 +19,7 @@ from megatron_hybrid.serving.tree_feed import TreeFeed
 
 FILES = Path(__file__).parent / "page"
 _TEXT_TOKENS = 40
-"""Shown of an edge or a prompt, where prompts may be shown."""
+"""Tokens of an edge or a prompt whose text is shown, where prompts may be shown."""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; "
     "frame-ancestors 'none'; object-src 'none'",

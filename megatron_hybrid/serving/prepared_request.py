@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """What the engine is asked for."""
+    """The prompts and parameters that the engine gets."""
 
     prompts: list[Prompt]
     params: SamplingParams
     guide: tuple[Guide, str] | None
     """A guide, and the field that asks for it."""
     style: Style | None
-    """How the model answers a chat; None: this is no chat."""
+    """How the model answers a chat, None if this is no chat."""
     is_thinking: bool
     """Whether the answer begins inside of reasoning."""
 
@@ -95,7 +95,7 @@ def prompts_of(service: Service, fields: GenerationFields) -> list[Prompt]:
 
 
 def _cut(service: Service, fields: GenerationFields) -> tuple[int | None, str]:
-    """Return how many tokens of a prompt are left, None for all, and the side where it is cut."""
+    """Return how many tokens of a prompt are kept, None for all, and the side where it is cut."""
     most, context = fields.truncate_prompt_tokens, service.engine_config.max_sequence_length
     if most == 0:
         text = "truncate_prompt_tokens=0 leaves nothing of the prompt: give 1 or more, or -1"

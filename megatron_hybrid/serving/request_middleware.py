@@ -1,5 +1,5 @@
-"""RequestMiddleware: what every request of HTTP passes: its id, its key or its origin, the limit of
-its body, a line in the log."""
+"""RequestMiddleware: what every request of HTTP passes: an id, the check of its key or its origin,
+the limit of its body, and a line in the log."""
 
 import json
 import logging
@@ -27,23 +27,22 @@ OPEN_PATHS = (
     *("/health", "/ready", "/ping", "/live", "/metrics", "/version"),
     *("/", "/docs", "/openapi.json"),
 )
-"""Paths that need no key; nor do the files of the page."""
+"""Paths that need no key; the files of the page need none either."""
 POLLED_PATHS = ("/requests", "/cache/tree", "/cache/history")
-"""What the page asks for every second: without a line in the log."""
+"""Paths that the page asks for every second. A success gets no line in the log."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Origins:
-    """Checks the headers Host and Origin, where no API key keeps strangers out.
+    """The check of the headers Host and Origin, where no API key keeps strangers out.
 
-    A browser sends what a page of anybody asks for, also to a server that only this machine
-    reaches. `Origin` names the page's site. A site that lets its own name point to this machine
-    (DNS rebinding) has its name in `Host`: so names that nobody has allowed are refused, and
-    addresses are not.
+    A browser sends what any page asks for, even to a server that only this machine can reach.
+    `Origin` names the page's site. A site whose own name points to this machine (DNS rebinding) has
+    that name in `Host`: so names that nobody has allowed are refused, and addresses are not.
 
     Args:
-        hosts: names of the server besides those of this machine.
-        origins: sites whose pages may call it, such as "https://chat.example"; "*": all.
+        hosts: names of the server in addition to those of this machine.
+        origins: sites whose pages may call it, such as "https://chat.example"; "*" allows all.
     """
 
     def __init__(self, hosts: Iterable[str] = (), origins: Iterable[str] = ()):
@@ -51,7 +50,7 @@ class Origins:
         self._origins = {origin.lower().rstrip("/") for origin in origins}
 
     def check(self, host: str | None, origin: str | None) -> None:
-        """host, origin: the headers; None: the request has none.
+        """Check the headers of a request, each None if it is missing.
 
         Raises:
             ApiError: a foreign page, or a foreign name.
@@ -88,8 +87,8 @@ class RequestMiddleware:
     """ASGI middleware. `scope["state"]` gets `request_id`, `key` and, from routes, `ticket`.
 
     Args:
-        app: after it.
-        service: with the keys and limits.
+        app: the application that it calls.
+        service: has the keys and limits.
     """
 
     def __init__(self, app, service: Service):
@@ -167,14 +166,14 @@ class RequestMiddleware:
 
 
 class _Line(dict):
-    """Is written as JSON."""
+    """A line of the log, which `str` writes as JSON."""
 
     def __str__(self) -> str:
         return json.dumps(self)
 
 
 def refusal(error: ApiError, scope) -> Response:
-    """The answer of an error, as the clients of the route read it."""
+    """Return the answer of an error in the form that the clients of the route read."""
     path = scope["path"].removeprefix(scope["root_path"])
     body = encode_json(error.body_of(path))
     return Response(body, error.status, error.headers, "application/json")

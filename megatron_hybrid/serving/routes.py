@@ -15,9 +15,9 @@ OF_EACH_REPLICA = (
     *("/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping"),
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
 )
-"""Paths of what a server does, or knows, for itself alone: who has several asks them all."""
+"""Paths that act on, or report, one server alone: with several servers, ask each of them."""
 Answers = dict[int | str, dict[str, Any]]
-"""What a route answers by status, as FastAPI takes it."""
+"""The answers of a route by status, as FastAPI takes them."""
 
 EVENTS: Answers = {
     200: {"content": {"text/event-stream": {"schema": {"description": "server-sent events"}}}}
@@ -46,7 +46,7 @@ def errors(*statuses: int, model: Any = Error) -> Answers:
 
 
 def keyed_routes(*statuses: int, dependencies: Sequence[Any] = ()) -> APIRouter:
-    """Return a router for routes that want a key. statuses: of the errors of all its routes."""
+    """Return a router for routes that want a key. All its routes have errors of `statuses`."""
     return APIRouter(
         dependencies=[Depends(_KEY), *dependencies],
         route_class=BodyRoute,
@@ -55,7 +55,7 @@ def keyed_routes(*statuses: int, dependencies: Sequence[Any] = ()) -> APIRouter:
 
 
 def operator_routes(auth: Auth, *statuses: int, dependencies: Sequence[Any] = ()) -> APIRouter:
-    """Return a router for routes of the operator. Arguments as for `keyed_routes`."""
+    """Return a router for routes of the operator. `keyed_routes` describes the arguments."""
 
     async def check(request: Request) -> None:
         auth.check_admin(request.state.key)

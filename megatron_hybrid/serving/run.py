@@ -49,7 +49,7 @@ _CONNECTION_SECONDS = 5
 
 
 class _PlainLines(logging.Formatter):
-    """Writes lines for people: the time, and what happened. rank: of the job; None: no ranks."""
+    """Lines for people: the time, and what happened. `rank` is named, unless it is None."""
 
     def __init__(self, rank: int | None = None):
         whose = "" if rank is None else f"rank {rank}: "
@@ -70,7 +70,7 @@ class _PlainLines(logging.Formatter):
 
 
 class _JsonLines(logging.Formatter):
-    """One JSON object a line; that of a request is joined into it. rank: as for `_PlainLines`."""
+    """One JSON object a line, with the fields of a request and, unless it is None, the `rank`."""
 
     def __init__(self, rank: int | None = None):
         super().__init__()
@@ -93,7 +93,7 @@ class _JsonLines(logging.Formatter):
 
 def log_lines(rank: int | None = None) -> None:
     """Write the logs of this program to stderr: plain lines to a terminal, else JSON. A thread
-    writes them: whoever reads them may be slow. rank: that writes; None: there is one."""
+    writes them, as their reader may be slow. Lines name the rank, unless it is None."""
     lines: SimpleQueue = SimpleQueue()
     handler = QueueHandler(lines)
     handler.setFormatter((_PlainLines if sys.stderr.isatty() else _JsonLines)(rank))
@@ -108,7 +108,7 @@ def log_lines(rank: int | None = None) -> None:
 
 
 def _is_no_cancellation(record: logging.LogRecord) -> bool:
-    """uvicorn writes a traceback for each request that is cancelled at the end."""
+    """Drop the traceback that uvicorn writes for each request that is cancelled at the end."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
@@ -118,16 +118,16 @@ class Address:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    """0: any that is free."""
+    """0 takes any port that is free."""
     uds: str | None = None
     """Path of a Unix socket, in place of host and port."""
     certfile: str | None = None
     """Certificate (PEM), for HTTPS."""
     keyfile: str | None = None
-    """Its key, if that is in another file."""
+    """Key of the certificate, if that is in another file."""
 
     def bind(self) -> socket.socket | None:
-        """A bound socket; None: a Unix socket, which is free.
+        """Check the address and return a bound socket, or None for a Unix socket, which is free.
 
         Raises:
             OSError, ValueError: the address is taken, or cannot be used; the message names it.
@@ -196,7 +196,7 @@ class _Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._take_signal)
 
     async def on_tick(self, counter: int) -> bool:
-        """uvicorn calls it ten times a second."""
+        """Begin the end if it is due. uvicorn calls this ten times a second."""
         self._shutdown.begin_if_due()
         return await super().on_tick(counter)
 
@@ -210,7 +210,7 @@ class _Server(uvicorn.Server):
 
 
 def freeze_objects() -> None:
-    """Leave what is here out of garbage collections: a full one would stop all threads for long."""
+    """Exempt present objects from garbage collection: a full one stops all threads for long."""
     gc.collect()
     gc.freeze()
 
@@ -230,11 +230,11 @@ async def running_service(
     publisher: KvPublisher | None,
     end: EndSignal,
 ) -> AsyncIterator[Service]:
-    """Context of a service and its engine. At its end the cache's folder is completed.
+    """Run a service and its engine as a context. At its end the cache's folder is completed.
 
     Args:
-        publisher: of KV events; it is closed at the end. None: no events are published.
-        end: a signal that was sent before the server took them.
+        publisher: publishes KV events, and is closed at the end. With None none are published.
+        end: notes a signal that was sent before the server took signals.
 
     Raises:
         RankFailedError: another rank of the model has failed.
@@ -272,7 +272,7 @@ async def serve(
     Args:
         running: `running_service`.
         bound: what `address.bind()` has returned.
-        end: as for `running_service`; it is looked at all the time.
+        end: that of `running_service`; it is checked all the time.
 
     Raises:
         RankFailedError: another rank of the model has failed.
@@ -301,7 +301,7 @@ def follow(
     config: ServingConfig,
     end: EndSignal,
 ) -> None:
-    """Run, on every rank but the first and in place of `serve`, what that one does, until it
+    """Repeat what the first rank does, on another rank and in place of `serve`, until the first one
     ends. Signals are for the first rank.
 
     Raises:

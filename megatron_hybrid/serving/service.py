@@ -40,7 +40,7 @@ Step = tuple[str, Callable[[], Any], float]
 
 
 async def run_steps(*steps: Step) -> None:
-    """Run steps one after the other. One that fails, or takes too long, is logged and left."""
+    """Run steps one after the other. A step that fails or takes too long is logged, not raised."""
     for name, work, seconds in steps:
         try:
             async with asyncio.timeout(seconds):
@@ -56,10 +56,9 @@ class Service:
     """One engine for the requests of HTTP.
 
     Args:
-        engine: of the model.
-        tokenizer: of the model.
-        engine_config: the engine's.
-        config: of the server.
+        engine, tokenizer: those of the model.
+        engine_config: settings of the engine.
+        config: settings of the server.
     """
 
     def __init__(
@@ -89,10 +88,10 @@ class Service:
         """Number of answers by route and status."""
 
     def adapter_of(self, name: str | None) -> str | None:
-        """The adapter that the `model` of a request names; None: the model alone.
+        """Return the adapter that the `model` of a request names, or None for the model alone.
 
         Raises:
-            ApiError: there is neither.
+            ApiError: the server has no model or adapter of this name.
         """
         if name in (None, "", self.config.model_name):
             return None
@@ -109,20 +108,20 @@ class Service:
     # The way to the engine ---------------------------------------------------------------------
 
     async def prepared(self, ticket: Ticket, job: Callable[[], T], num_bytes: int) -> T:
-        """Return the result of a job that reads a request, in its turn. num_bytes: of its body.
+        """Return the result of a job that reads a request of `num_bytes`, run in its turn.
 
         Raises:
-            ApiError: as the job, or as `generate_all`.
+            ApiError: the job, or `generate_all`, would raise it.
         """
         async with self._limited(ticket):
             return await to_cpu_thread(job, ticket.key, num_bytes)
 
     async def compiled(self, ticket: Ticket, guide: Guide, param: str) -> Guide:
-        """Compile a guide, and return it. What cancels this takes out a guide that waits. param:
-        the field that asks for it, which later errors name, too.
+        """Compile a guide, and return it. Cancelling this drops a guide that still waits. `param`
+        is the field that asks for the guide; later errors name it, too.
 
         Raises:
-            ApiError: the guide cannot be kept to, or as `generate_all`.
+            ApiError: the guide cannot be enforced, or `generate_all` would raise it.
         """
         ticket.names["guide"] = param
         async with self._limited(ticket):
@@ -139,7 +138,7 @@ class Service:
         params: SamplingParams,
         options: RequestOptions,
     ) -> list[GenerationResult]:
-        """Whole answers to some prompts, side by side.
+        """Return whole answers to some prompts, which run at the same time.
 
         Raises:
             ApiError: a prompt cannot be served, took too long, or was aborted.
@@ -162,7 +161,7 @@ class Service:
     def streams(
         self, prompts: Sequence[Prompt], params: SamplingParams, options: RequestOptions
     ) -> list[AsyncStream]:
-        """Streams of the answers to some prompts."""
+        """Start the answers to some prompts, and return their streams."""
         return self._each(self.engine.stream, prompts, params, options)
 
     def _each(
@@ -183,7 +182,7 @@ class Service:
         """Wait until the engine has taken all streams, and the first one has an output.
 
         Raises:
-            ApiError: as `generate_all`.
+            ApiError: see `generate_all`.
         """
         async with self._limited(ticket):
             ticket.waits_since = time.perf_counter()
@@ -194,11 +193,11 @@ class Service:
     async def outputs(
         self, ticket: Ticket, stream: AsyncStream
     ) -> AsyncIterator[list[RequestOutput]]:
-        """Return what the steps add to one answer: each time all that is there, such as the outputs
+        """Yield what the steps add to one answer: each time all that is there, such as the outputs
         of all samples of a step, so that a connection gets them in one piece.
 
         Raises:
-            ApiError: as `generate_all`.
+            ApiError: see `generate_all`.
         """
         async with self._limited(ticket):
             async for first in stream:
@@ -214,7 +213,7 @@ class Service:
 
     @asynccontextmanager
     async def _limited(self, ticket: Ticket) -> AsyncIterator[None]:
-        """Turns the engine's errors, the end of the time and an abort into ApiErrors."""
+        """Turn the engine's errors, the end of the time and an abort into ApiErrors."""
         ticket.task, seconds = asyncio.current_task(), self.config.request_seconds
         left = None if seconds is None else seconds - (time.perf_counter() - ticket.began)
         try:
@@ -250,7 +249,7 @@ class Service:
     # The end -----------------------------------------------------------------------------------
 
     async def drain(self) -> None:
-        """Take no new requests, and wait for those that run; end those that take too long."""
+        """Refuse new requests, and wait for those that run; end those that take too long."""
         await self.admission.drain()
         self.engine.end_waits()
 
@@ -268,7 +267,7 @@ class Service:
 
 
 def _check(result: GenerationResult | None) -> None:
-    """Raise ValueError for an answer that failed by its request, ApiError by anything else."""
+    """Raise ValueError for an answer that its request made fail, ApiError for other failures."""
     if result is not None and result.error is not None:
         raise ValueError(result.error) if result.is_unsatisfiable else ApiError(500, result.error)
 
@@ -277,8 +276,8 @@ class Shutdown:
     """Drains a server at the first signal, and ends what runs at the second.
 
     Args:
-        service: of the server.
-        signals: of the process, which has a last deadline once the end has begun.
+        service: the server's.
+        signals: those of the process, which gets a last deadline once the end has begun.
         stop: called when nothing runs any more.
         first: steps before requests are awaited, such as leaving a registry.
         last: steps between the last request and `stop`.
@@ -303,14 +302,14 @@ class Shutdown:
         return self._task is not None
 
     def take_signal(self) -> None:
-        """Begin the end, or end what runs. For the event loop's thread."""
+        """Begin to drain, or if that has begun, end what runs. For the event loop's thread."""
         if self.has_begun:
             self._service.end_now()
         else:
             self.begin()
 
     def begin(self) -> None:
-        """Take no new requests, let those that run end, and stop the server."""
+        """Refuse new requests, let those that run end, and stop the server."""
         if not self.has_begun:
             logger.info("draining: no new requests")
             steps = sum(seconds for *_, seconds in self._steps)
@@ -318,8 +317,8 @@ class Shutdown:
             self._task = asyncio.ensure_future(self._run())
 
     def begin_if_due(self) -> None:
-        """Begin the end after a signal that was noted, or if another rank has failed: what runs has
-        got the error."""
+        """Begin to drain if a signal was noted, or another rank has failed; then the requests that
+        run have got the error."""
         if not self.has_begun and (failure := self._service.engine.rank_failure) is not None:
             logger.error("the server ends: %s", failure)
             self.begin()

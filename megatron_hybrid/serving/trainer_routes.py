@@ -1,6 +1,6 @@
 """Routes of a trainer in another process: pause, sleep, new weights. They are the operator's, and
-are there only if they were asked for. Names, bodies and answers are vLLM's, where they mean the
-same."""
+exist only with `ServingConfig.takes_weights`. Names, bodies and answers are vLLM's, where they mean
+the same."""
 
 from collections.abc import AsyncIterator
 from typing import Annotated, Literal
@@ -143,7 +143,7 @@ def add_trainer(app: FastAPI, service: Service) -> None:
 
 
 async def _refusals() -> AsyncIterator[None]:
-    """Turns the engine's errors into ApiErrors, of all routes."""
+    """Turn the engine's errors into ApiErrors, for all routes."""
     try:
         yield
     except (TypeError, ValueError, OSError) as error:  # OSError: of a folder that was named

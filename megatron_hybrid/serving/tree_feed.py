@@ -12,19 +12,19 @@ from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.serving.http.json_response import to_cpu_thread
 
 MAX_EDGES = 10_000
-"""Most edges that are shown: those used last."""
+"""Most edges that are shown, which are those used last."""
 _SLICE = 256
-"""Edges that the engine looks at between two steps; of many, a few more each time."""
+"""Edges that the engine examines between two steps at first; a few more each further time."""
 
 
 class TreeFeed:
-    """A copy of an engine's tree. The engine only tells what has changed; all else is done here, in
-    a thread next to the event loop.
+    """A copy of an engine's tree. The engine only reports what has changed; all else is done here,
+    in a thread next to the event loop.
 
     Args:
-        engine: to ask.
-        text_of: the text of an edge's first tokens.
-        num_tokens: of these; 0: no texts.
+        engine: is asked for changes.
+        text_of: returns the text of an edge's first tokens.
+        num_tokens: number of these tokens; 0 shows no texts.
     """
 
     def __init__(self, engine: AsyncEngine, text_of: Callable[..., str], num_tokens: int):
@@ -40,8 +40,8 @@ class TreeFeed:
         self._lock = asyncio.Lock()
 
     async def columns(self, since: str | None) -> dict[str, Any]:
-        """Return what has changed since the version of an earlier answer; the whole tree if there
-        was none, or too much has changed since."""
+        """Return what has changed since the version of an earlier answer, or the whole tree if
+        there was none, or too much has changed since."""
         async with self._lock:
             limit, changes = _SLICE, None
             while changes is None or not changes.is_last:
@@ -95,7 +95,7 @@ class TreeFeed:
         return columns
 
     def _choose(self) -> None:
-        """Take note of what is shown, and has changed, or has come in place of others."""
+        """Note which edges are shown and have changed, or have taken the place of others."""
         # What was used since the last time was used later than all else; parents whenever their
         # children were.
         changed = [self._edges[number] for number in self._changed]
@@ -112,7 +112,7 @@ class TreeFeed:
         self._changed.clear()
 
     def _version(self, text: str | None) -> Version | None:
-        """The version of an earlier answer; None: it is none of ours, or too old."""
+        """Parse the version of an earlier answer; None if it is not this feed's, or too old."""
         own, _, numbers = (text or "").partition("-")
         try:
             version = Version(*map(int, numbers.split("-")))

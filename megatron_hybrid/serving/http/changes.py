@@ -1,6 +1,6 @@
 """What is left out of requests, or moved in them, so that agents are served and reuse prefixes.
 
-Each change is said in the answer's header X-Request-Changes and in the log, and by /cache/explain.
+The answer's header X-Request-Changes, the log and /cache/explain name each change.
 """
 
 import re
@@ -39,11 +39,11 @@ _ANNOUNCES = re.compile(
     r"|(?:with|like|as|by|say|write|print|output|follows|example))[^\w.!?]*$",
     re.IGNORECASE,
 )
-"""What the end of a line says if an example, or the form of an answer, comes next."""
+"""The end of a line that announces an example, or the form of an answer."""
 
 
 def header_of(changes: Sequence[str]) -> dict[str, str]:
-    """The header of an answer; none if nothing was changed."""
+    """Return the header that names the changes; an empty dict if there are none."""
     text = re.sub(r"[^ -~]", "?", "; ".join(dict.fromkeys(changes)))
     return {HEADER: text[:_MAX_HEADER]} if text else {}
 
@@ -52,11 +52,11 @@ def with_steady_start(messages: Sequence[Json]) -> tuple[list[Json], list[str]]:
     """Return messages whose instructions begin alike in all requests of a conversation, and the
     changes.
 
-    Of the first messages, as long as they are the system's, lines that differ in each request are
-    taken out: a billing line of Claude Code is left out; a line that says nothing but that it is
-    the time of day now, or an id of the request, moves to the end of the last message, the newest,
-    if that is the user's or a tool's. Lines of code, of an example, of the form of an
-    answer, or next to another time or id, stay.
+    The system's messages at the start lose the lines that differ in each request: a billing line of
+    Claude Code is left out; a line that gives only the present time of day, or an id of the
+    request, moves to the end of the last message, the newest, if that is the user's or a tool's.
+    Lines stay that are code, part of an example or of the form of an answer, or next to another
+    time or id.
     """
     found, moved, changes = list(messages), [], []
     last = found[-1]
@@ -91,7 +91,7 @@ def with_steady_start(messages: Sequence[Json]) -> tuple[list[Json], list[str]]:
 
 
 def _lines(text: str) -> Iterator[tuple[str, bool, bool]]:
-    """Yield the lines of a text in Markdown, whether each is outside of blocks of code (between
+    """Yield each line of a text in Markdown, whether it is outside of blocks of code (between
     fences, or indented after a blank line), and whether it changes with each request."""
     lines = text.split("\n")
     kinds = [("", False), *map(_kind, lines), ("", False)]
@@ -118,8 +118,8 @@ def _lines(text: str) -> Iterator[tuple[str, bool, bool]]:
 
 
 def _kind(line: str) -> tuple[str, bool]:
-    """Return "id" for an id of a request, "time" for what ends with a time of day, else "", and
-    whether a line says that and that it is now, and nothing else."""
+    """Return "id" for an id of a request, "time" for what ends with a time of day, else "". Also
+    return whether the line says only that, and a time is the present one."""
     if len(line) > _MAX_LINE:
         return "", False
     if _ID.fullmatch(line):

@@ -24,10 +24,10 @@ class ApiError(Exception):
     """An answer with an error.
 
     Args:
-        status: of HTTP.
+        status: that of HTTP.
         message: names the value, the limit and the remedy.
-        param: field of the request.
-        code: for programs.
+        param: the field of the request.
+        code: a name of the error, for programs.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ApiError(Exception):
         return {"error": error}
 
     def body_of(self, path: str) -> dict[str, Any]:
-        """`body`, as the clients of a route read it."""
+        """Return `body` in the form that the clients of a route read."""
         if not path.startswith("/v1/messages"):
             return self.body
         kinds = {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
@@ -56,7 +56,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Return the headers of the answer."""
+        """The headers of the answer."""
         if self.status in (429, 503):
             return {"Retry-After": str(RETRY_SECONDS)}
         return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
@@ -74,12 +74,12 @@ _API_NAMES = {
     "max_requests": "--max-requests",
     "max_tokens": "the engine's max_tokens",
 }
-"""Names of the engine's -> those of the API and of `serve`, where they differ."""
+"""The engine's names -> those of the API and of `serve`, where they differ."""
 
 
 def refusal_of_field(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Return what pydantic's `errors()` say of the first field, or of a part of it. Of a field of
-    several types, it is what the type says that fits best."""
+    """Return the refusal of the first field, or of a part of it, that pydantic's `errors()` name.
+    If a field has several types, the error of the type that fits best counts."""
     above = ("body", "query", "ChatFields", "CompletionFields")
 
     def place_of(error: Mapping[str, Any]) -> list[str]:
@@ -101,7 +101,7 @@ def refusal_of_field(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def refusal_of(error: Exception, names: Mapping[str, str] | None = None) -> ApiError:
-    """What the engine's TypeError or ValueError says, with the field and the flag it is about.
+    """Return the refusal for the engine's TypeError or ValueError, with its field and flag.
 
     Args:
         names: `GenerationFields.caller_names` of the request.

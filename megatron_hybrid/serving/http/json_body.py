@@ -1,8 +1,8 @@
-"""Read JSON bodies by pydantic_core, and refuse what cannot be written as JSON again.
+"""Reading of JSON bodies by pydantic_core. What cannot be written as JSON again is refused.
 
-A body is measured before anything is made of it: a `RequestBudget` is the most that it may hold,
-from what the engine can answer. Its texts are measured by the tokenizer, which is `limited_to` the
-context: all routes tokenize by that one.
+A body is measured before it is parsed: a `RequestBudget` is the most that it may hold, from what
+the engine can answer. The tokenizer, which is `limited_to` the context, measures its texts: all
+routes tokenize by that one.
 """
 
 import codecs
@@ -22,7 +22,7 @@ from megatron_hybrid.serving.http.json_response import LARGE_BYTES, in_turn
 _MAY_BE_INFINITE = re.compile(rb"\d(?:[eE]\+?\d{3}|\d{308})")
 """Numbers beyond float64, which become infinity, have three digits of exponent, or 309 digits."""
 _OTHERS = 64 << 10
-"""Values besides those of prompts: schemas, tools, labels, biases."""
+"""Values in addition to those of prompts: schemas, tools, labels, biases."""
 _MEMBERS_OF_TOKEN = 16
 """Objects, lists and members for each token of the context. A message takes at least one token, and
 has a role, a content and perhaps calls with ids, names and arguments."""
@@ -31,7 +31,7 @@ _STRUCTURE[[*b"[{:"]] = True
 
 
 class BodyRequest(Request):
-    """A request whose body is measured, and read by `read_json`; a large one in its turn."""
+    """A request whose body is measured, and read by `read_json`; a large body waits its turn."""
 
     async def json(self) -> Any:
         body, budget = await self.body(), self.app.state.budget
@@ -92,15 +92,15 @@ class RequestBudget:
 
     Args:
         context: tokens of a prompt and its answer.
-        max_prompts: of one request.
-        vocab_size: of the model.
+        max_prompts: most prompts of one request.
+        vocab_size: that of the model.
     """
 
     def __init__(self, context: int, max_prompts: int, vocab_size: int):
         self.max_members = _MEMBERS_OF_TOKEN * context + _OTHERS
-        """Objects, lists, and members of objects."""
+        """Most objects, lists, and members of objects."""
         self.max_elements = context * max_prompts + vocab_size + _OTHERS
-        """Commas: elements of lists, such as token ids, and members."""
+        """Most commas: elements of lists, such as token ids, and members."""
 
     def check(self, body: bytes) -> None:
         """Raise ApiError for a body of more values than any request that can be answered."""
@@ -120,8 +120,8 @@ class RequestBudget:
 
 
 def values_of(body: bytes) -> tuple[int, int]:
-    """Return how many objects, lists and members, and how many commas are in some JSON, outside of
-    its strings. JSON is not checked; before a mistake in it the counts are right."""
+    """Count the objects, lists and members, and the commas of some JSON, outside of its strings.
+    The JSON is not checked; up to a mistake in it the counts are right."""
     data = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), dtype=np.uint8)
     is_outside = ~np.logical_xor.accumulate(data == ord('"'))
     members = np.count_nonzero(_STRUCTURE[data] & is_outside)

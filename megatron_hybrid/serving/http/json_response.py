@@ -15,26 +15,26 @@ from megatron_hybrid.utils.daemon_threads import DaemonThreads
 R = TypeVar("R")
 
 FEW_TOKENS = 500
-"""Prompt, answer and their most likely tokens together."""
+"""Tokens of prompt, answer and most likely ones from which on an answer is encoded in a thread."""
 LARGE_BYTES = 64 << 10
-"""Bytes of a body from which on its jobs leave a thread to others."""
+"""Bytes of a body above which its jobs leave a thread to others."""
 _BYTES_OF_TOKEN = 16
 """Bytes that a token takes in an answer."""
 _texts = DaemonThreads("texts", 4)
 
 
 async def to_cpu_thread(job: Callable[[], R], key: str = "", num_bytes: int = 0) -> R:
-    """Return the result of a job with long texts, such as tokenizing, templates, JSON: in threads
-    that nothing else uses. Cancelling it takes out a job that waits.
+    """Return the result of a job with long texts, such as tokenizing, templates or JSON. It runs in
+    threads that nothing else uses. Cancelling this drops a job that still waits.
 
-    key: of the caller; keys take turns. num_bytes: of the text.
+    key: that of the caller; keys take turns. num_bytes: size of the text.
     """
     return await asyncio.wrap_future(_texts.submit(job, key, num_bytes > LARGE_BYTES))
 
 
 async def in_turn(job: Callable[[], R], request: Request) -> R:
-    """Run a job as `to_cpu_thread`, for a request whose body has come: the job is dropped when the
-    client goes away.
+    """Run a job as `to_cpu_thread` does, for a request whose body has come. The job is dropped when
+    the client goes away.
 
     Raises:
         ApiError: the client has gone.
@@ -51,11 +51,11 @@ async def json_response(
     num_tokens: int | None = None,
     changes: Sequence[str] = (),
 ) -> Response:
-    """Return an answer, made and encoded in a thread, so that the event loop waits for none of it;
-    where it is of few tokens the thread would cost more.
+    """Return an answer, made and encoded in a thread, so that the event loop does not wait for it.
+    An answer of few tokens is made here, since a thread would cost more.
 
-    num_tokens: of an answer that the engine has made; None: its size is that of the request.
-    changes: of the request, for a header; `make` may add to them.
+    num_tokens: size of an answer that the engine has made; None means the request's size.
+    changes: those of the request, for a header; `make` may add to them.
 
     Raises:
         ApiError: the client has gone.

@@ -19,22 +19,22 @@ MAX_HEADERS = 128
 MAX_HEADER_BYTES = 64 << 10
 """Most bytes of all headers of a request, and of its path."""
 HEADER_SECONDS = 10.0
-"""Most time from the beginning of a connection, or of a further request in it, to the end of the
+"""Most seconds from the beginning of a connection, or of a further request in it, to the end of the
 headers."""
 BODY_SECONDS = 20.0
-"""Most time of a body to arrive, besides that of its bytes."""
+"""Most seconds for a body to arrive, in addition to those of its bytes at `BODY_RATE`."""
 BODY_RATE = 64 << 10
-"""Bytes a second that a body may count on."""
+"""Bytes a second of the slowest body."""
 UNREAD_BODIES = 16
-"""Largest bodies of one key that may come, or wait to be read, at a time."""
+"""Bodies of the largest size that one key may send, or have wait to be read, at a time."""
 IDLE_SECONDS = 75
-"""Seconds that a connection stays open without a request: proxies reuse theirs for up to 60, and
-answer 502 where the server closes one at that moment."""
+"""Seconds that a connection stays open without a request. Proxies reuse theirs for up to 60 seconds,
+and answer 502 if the server closes one at that moment."""
 TOO_LARGE = "the body has more than {} bytes, the most it may: send less"
 
 
 class TimedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which waits for headers without a limit, and takes any number of them."""
+    """uvicorn's protocol with limits of the time and size of headers, which it lacks."""
 
     _timer: asyncio.TimerHandle | None = None
     _num_headers = _num_header_bytes = 0
@@ -71,7 +71,7 @@ class TimedProtocol(HttpToolsProtocol):
         return self._num_headers > MAX_HEADERS or self._num_header_bytes > MAX_HEADER_BYTES
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP with 400, and headers that are too large with 431."""
+        """Answer a request that is not HTTP with 400, and headers that are too large with 431."""
         if not self._is_too_large:
             super().send_400_response(msg)
             return
@@ -118,11 +118,11 @@ class TimedProtocol(HttpToolsProtocol):
 
 
 class LimitedBody:
-    """`receive` of ASGI with limits: of a body's time and size, and of all bodies of a key.
+    """ASGI's `receive` with limits of a body's time and size, and of all bodies of a key.
 
     Args:
-        receive: of ASGI.
-        state: of the request, whose `num_bytes` counts those that have come.
+        receive: that of ASGI.
+        state: that of the request; its `num_bytes` counts the bytes that have come.
         limit: most bytes of a body.
         unread: bytes of the bodies that have come, or wait to be read, by key.
     """
@@ -132,15 +132,15 @@ class LimitedBody:
         self._began, self._is_whole, self._held = time.perf_counter(), False, 0
 
     def release(self) -> None:
-        """The body is read, or dropped."""
+        """Stop counting the body, which is read or dropped, among the unread ones."""
         self._unread[self._state["key"]] -= self._held
         self._held = 0
 
     async def __call__(self):
-        """The next message.
+        """Receive the next message.
 
         Raises:
-            HTTPException: the body takes too long, or is too large.
+            HTTPException: the body takes too long or is too large, or its key sends too much.
         """
         if self._is_whole:  # it waits for the client's leaving
             return await self._receive()
@@ -170,10 +170,10 @@ class LimitedBody:
 
 
 async def cancel_on_disconnect(receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of some work, which is cancelled when the client goes away.
+    """Return the result of some work, which is cancelled when the client goes away.
 
     Args:
-        receive: of ASGI, after the body.
+        receive: that of ASGI, after the body.
 
     Raises:
         ApiError: the client has gone.

@@ -25,20 +25,20 @@ from megatron_hybrid.serving.parsers.json_text import BETWEEN
 
 _SPACE = re.compile(r"\s*")
 _MAX_REREAD = 1 << 20
-"""Most characters that are read for calls and then again; the rest of an answer is content, so that
-the time grows with its length."""
+"""Most characters that are read for calls and then again. The rest of an answer is content, so that
+the time grows in proportion to its length."""
 _MAX_TRIES = 64
-"""Ends that are tried one by one; of more, those that make the text longer by a quarter."""
+"""Ends that are tried one by one; after them, only those that make the text a quarter longer."""
 _LEAST = 512
-"""What a try costs, in characters, however short its text is."""
+"""The least cost of a try, in characters, however short its text is."""
 
 
 class Block:
     """Finds where calls end, and reads them. Takes time in proportion to the text's length.
 
     Args:
-        dialect: of the calls.
-        text: an answer.
+        dialect: that of the calls.
+        text: the answer so far.
         at: where its mark, or its first call, begins.
         tools: functions that may be called.
     """
@@ -58,7 +58,7 @@ class Block:
         self._looked, self._tries, self._tried = self._start, 0, 0
 
     def read(self, text: str, is_last: bool) -> tuple[int, Pieces] | None:
-        """Return where the calls end, and the calls; None: more of the answer has to come.
+        """Return where the calls end, and the calls, or None if more of the answer is needed.
 
         text: the answer so far.
         is_last: nothing follows.
@@ -88,12 +88,12 @@ class Block:
         return json_calls(text, self._tools) if pieces is None else pieces
 
     def _last(self, text: str) -> int:
-        """Return where an answer ends that was cut in the end mark."""
+        """Return where an answer ends without the beginning of an end mark that was cut."""
         sizes = range(len(self._end) - 1, 0, -1)
         return len(text) - next((n for n in sizes if text.endswith(self._end[:n])), 0)
 
     def _after(self, stop: int, mark: str) -> int:
-        """Return where the answer goes on after a mark: the next call's is not taken."""
+        """Return where the answer goes on: after the end mark, or before the next call's mark."""
         return stop + len(mark) if mark == self._end else stop
 
     def _tried_ends(self, text: str, is_last: bool) -> tuple[int, Pieces] | None:
@@ -133,16 +133,16 @@ class AnswerParser:
     """The parts of one answer. However the answer is cut into texts, its reasoning, content and
     calls are the same.
 
-    A call is given when it is whole: what looks like one, and is none of a function that there is,
-    or was cut, is content, as the model wrote it.
+    A call is given when it is whole. What looks like a call, but was cut or names no known
+    function, is content, as the model wrote it.
 
     Args:
-        dialect: of calls.
-        thoughts: marks of reasoning; None: all is content.
-        tools: functions that may be called, as in OpenAI's requests; none: calls are content.
-        is_thinking: the prompt ends inside of reasoning.
-        max_calls: those after are left out; None: any number.
-        must_call: all of the answer is calls; one that was cut is no content.
+        dialect: that of calls.
+        thoughts: marks of reasoning; without them all is content.
+        tools: functions that may be called, as in OpenAI's requests; if none, calls are content.
+        is_thinking: whether the prompt ends inside of reasoning.
+        max_calls: calls after this many are left out; None means any number.
+        must_call: whether all of the answer is calls; then a call that was cut is no content.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class AnswerParser:
         return "tool_calls" if self.num_calls and reason == "stop" else reason
 
     def add(self, text: str) -> list[AnswerPart]:
-        """The parts that a text completes."""
+        """Return the parts that a text completes."""
         # Python appends in place to a text that nothing else refers to: a long call is not copied.
         held, self._held = self._held, ""
         held += text
@@ -190,7 +190,7 @@ class AnswerParser:
         return self._given(is_last=False)
 
     def end(self) -> list[AnswerPart]:
-        """The parts that are complete as the answer ends."""
+        """Return the parts that are complete as the answer ends."""
         given, late = self._given(is_last=True), self._late
         if late:
             after = "".join(self._late_texts[1:]).strip()
@@ -240,9 +240,9 @@ class AnswerParser:
                 return
 
     def _may_begin_thought(self, is_last: bool) -> bool:
-        """Take the mark of reasoning where it may begin: before there is content, or after a mark
-        that closes it, and again where the prompt ended with it, as some models repeat it. Returns
-        whether it may follow."""
+        """Take the mark of reasoning where it may begin: before there is content, after a mark that
+        closes content, and again where the prompt ended with it, as some models repeat it. Return
+        whether the mark may follow in later text."""
         is_free = self._was_closed or not self._has_content
         may_begin = self._skips_space if self._in_thought else is_free
         if not (may_begin and self._thoughts):
@@ -256,7 +256,7 @@ class AnswerParser:
         return mark.startswith(rest) and not is_last
 
     def _mark(self) -> re.Match | None:
-        """The next that ends what is being said."""
+        """Find the next mark that ends what is being said."""
         at, marks = max(self._at, self._searched), self._marks
         return any_of(marks).search(self._held, at) if marks else None
 
@@ -271,7 +271,7 @@ class AnswerParser:
         return bool(self._tools) and self._reread <= _MAX_REREAD
 
     def _begins_bare(self, is_last: bool) -> bool | None:
-        """Whether what is held begins a call without a mark; None: more has to come."""
+        """Return whether what is held begins a call without a mark, None if more has to come."""
         if not self._may_be_bare or self._in_thought or not self._reads_calls:
             return False
         at = BETWEEN.match(self._held, self._at).end()
@@ -283,7 +283,7 @@ class AnswerParser:
         return True
 
     def _read(self, stop: int, pieces: Pieces, cost: int) -> Iterator[AnswerPart]:
-        """A block was read, up to a place. cost: characters that were read."""
+        """Yield the parts of a block that ends at `stop`. cost: characters that were read."""
         written, self._at = self._held[self._at : stop], stop
         self._searched = stop
         self._reread += max(0, cost - len(written))
@@ -306,13 +306,13 @@ class AnswerParser:
         self._may_be_bare = may_be_bare
 
     def _thought(self) -> list[AnswerPart]:
-        """Calls inside of reasoning were none, as the answer says more."""
+        """Return the calls inside of reasoning as text, since the answer says more after them."""
         text, self._late, self._late_texts = "".join(self._late_texts), [], []
         return [Reasoning(text)] if text else []
 
     def _said(self, text: str, before: bool = False) -> list[AnswerPart]:
-        """More of what is being said. before: a mark follows, so space at the end may be left
-        out."""
+        """Return more of what is being said. With `before` a mark follows, so that space at the end
+        may be left out."""
         if self._skips_space:
             whole, text = text, text.lstrip()
             self._gap += whole[: len(whole) - len(text)]
@@ -349,7 +349,7 @@ class AnswerParser:
 
 def end_without(text: str, marks: Sequence[str]) -> int:
     """Return where the part of a text ends that belongs to no mark, whatever follows: before the
-    beginning of one, and before white space, which a mark may follow."""
+    beginning of a mark, and before white space, which a mark may follow."""
     if not marks:
         return len(text)
     end = len(text)

@@ -9,14 +9,14 @@ PYTHON_QUOTES = ("'''", '"""', "'", '"')
 
 
 class Brackets:
-    """Looks at each character once. What stands in quotes does not count.
+    """A search for marks and closing brackets, which examines each character once and skips quoted
+    texts.
 
     Args:
-        quotes: around texts; in those of JSON and Python a backslash escapes one character.
+        quotes: those around texts; in JSON's and Python's a backslash escapes one character.
         ends: marks to find.
-        at: begin here.
-        closes: the outermost bracket's end is found, too.
-    """
+        at: where the search begins.
+        closes: whether to find the end of the outermost bracket, too."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Brackets:
         self._at, self._depth = at, 0
         self._quote = ""
         self.found = ""
-        """The mark that was found; "": none, but the bracket's end."""
+        """The mark that was found, "" if it was the bracket's end."""
 
     @property
     def is_open(self) -> bool:
@@ -40,8 +40,8 @@ class Brackets:
         return bool(self._quote) or self._depth > 0
 
     def find(self, text: str, is_last: bool = False) -> int | None:
-        """Return where a mark stands, or the place after the bracket that closes all; None: not
-        yet.
+        """Return where a mark stands, or the place after the bracket that closes all, or None if
+        neither is there yet.
 
         is_last: nothing follows the text.
         """
@@ -77,7 +77,7 @@ class Brackets:
 
 @cache
 def any_of(marks: Sequence[str]) -> re.Pattern:
-    """Finds the first of some marks."""
+    """Return the pattern that finds the first of some marks."""
     return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
 
 

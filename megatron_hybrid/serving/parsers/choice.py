@@ -112,28 +112,28 @@ class Style:
     thoughts: ReasoningFormat | None
 
     def parser(self, tools: Sequence[Mapping[str, Any]] = (), **options: Any) -> AnswerParser:
-        """Return the parser of one answer. Arguments as for `AnswerParser`."""
+        """Return the parser of one answer. `AnswerParser` describes the arguments."""
         kind = harmony.HarmonyParser if self.dialect is harmony.OPENAI else AnswerParser
         return kind(self.dialect, self.thoughts, tools, **options)
 
     @property
     def marks(self) -> list[str]:
-        """Return marks that may be special tokens, and have to be seen."""
+        """Marks that may be special tokens, and have to be seen."""
         given = [self.dialect.begin, self.dialect.end, *self.dialect.inner, *self.dialect.unsaid]
         return [*given, self.thoughts.open, self.thoughts.close] if self.thoughts else given
 
 
 def shown_tool_parser(template: str) -> str:
-    """Name of the parser of calls that a chat template shows."""
+    """Find the name of the parser of calls that a chat template shows."""
     return next((name for name, texts in _SIGNS if all(t in template for t in texts)), "hermes")
 
 
 def style_of(template: str | None, tool_parser: str = "", reasoning_parser: str = "") -> Style:
-    """Return the style by names or, where one is empty, by a chat template. One that shows no calls
-    is taken for Hermes's.
+    """Return the style by the names of parsers or, where a name is empty, by the chat template. A
+    template that shows no calls is taken for Hermes's.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: a name is unknown.
     """
     template = template or ""
     for option, name, known in (

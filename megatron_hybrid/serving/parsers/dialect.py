@@ -22,7 +22,7 @@ Tools = Mapping[str, Json]
 
 @dataclass(frozen=True)
 class Reasoning:
-    """More of it."""
+    """More of an answer's reasoning."""
 
     text: str
 
@@ -40,9 +40,9 @@ class ToolCall:
 
     name: str
     arguments: str
-    """JSON, of an object, as the model wrote it if it wrote JSON."""
+    """JSON of an object, as the model wrote it if it wrote JSON."""
     id: str = field(default="", compare=False)
-    """Id of the call, as the model gave it; in an answer, a new one. Empty: none."""
+    """Id of the call as the model gave it, or empty. In an answer each call has one of its own."""
     index: int = 0
     """Place among the calls of an answer."""
 
@@ -64,39 +64,38 @@ class ReasoningFormat:
     open: str
     close: str
     always: bool = False
-    """Every answer begins inside of reasoning, also where the prompt does not open it."""
+    """Whether every answer begins inside of reasoning, even if the prompt does not open it."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """Says by which marks and in which form calls are written; `Block` reads them.
+    """The marks and the form in which a family of models writes calls; `Block` reads them.
 
-    What is a call, and what content, in all dialects:
+    These rules decide in all dialects what is a call and what is content:
 
-    - Calls begin at a mark that one of the form follows. Where a dialect may leave out the mark,
-      they begin the answer, or at a text that only a call begins with, such as <function=. Where it
-      has no end mark, others may follow.
-    - Each that is whole, names a given function and has arguments that read is a call. One that
-      is not is content, as the model wrote it, and drops no other: if there is none, so are marks.
-    - An end mark may be missing, or cut, where the answer ends, and missing where the next call
-      begins. Arguments that were cut, or whose end cannot be told, are none.
-    - No arguments may be written as nothing, an empty text or null.
-    - JSON of calls is read in the place of all forms: an object, several with or without a comma
-      between them, or a list, also in a fence, and one as a value of "function". At its end may a
-      list's bracket be missing; before a bracket may be a comma; lines and tabs stand in its texts
-      as they are.
+    - Calls begin at a mark that the dialect's form follows. Where a dialect may leave out the mark,
+      calls begin the answer, or begin at a text that only a call begins with, such as <function=.
+      Where it has no end mark, other calls may follow.
+    - A text is a call if it is whole, names a given function and has readable arguments. Any other
+      is content, as the model wrote it, and drops no call. Without any call, marks are content too.
+    - An end mark may be missing or cut where the answer ends, and missing where the next call
+      begins. Arguments that were cut, or whose end is ambiguous, make no call.
+    - A call without arguments may have nothing, an empty text or null in their place.
+    - JSON is read in place of any form: an object, several with or without a comma between them,
+      or a list, also in a fence, and an object as the value of "function". A list's closing bracket
+      may be missing; a comma may stand before a bracket; texts may hold raw newlines and tabs.
     - Space and quotes around a name in a tag are not part of it.
-    - Of two calls with one id the second gets another.
-    - Inside of reasoning calls count if the answer says nothing after it.
+    - If two calls have the same id, the second gets another.
+    - Calls inside of reasoning count if the answer says nothing after the reasoning.
     - After a million characters that were read for calls and are none, all is content.
     """
 
     begin: str = ""
     """Mark that begins calls."""
     end: str = ""
-    """Mark that ends them; none: they say themselves where they end."""
+    """Mark that ends calls. If it is empty, their form says where they end."""
     bare: str = ""
-    """The answer may also be calls without a mark, which begin with this character."""
+    """First character of calls without a mark, which may begin the answer."""
     separator: str = ""
     """Character between such calls, in forms."""
     inner: tuple[str, ...] = ()
@@ -104,15 +103,15 @@ class Dialect:
     also: tuple[str, ...] = ()
     """Texts that begin a call where the mark is missing."""
     openers: tuple[str, ...] = ()
-    """Texts that a first call begins with, if it is no JSON."""
+    """Texts that a first call begins with, if it is not JSON."""
     num_id_chars: int = 0
     """Length of the ids of calls that its templates require; 0 accepts any."""
     content_begin: str = ""
     """Mark before what is said to the user."""
     unsaid: tuple[str, ...] = ()
-    """Marks around what is said to the user, which are no part of it."""
+    """Marks around what is said to the user, which are not part of it."""
     quotes: tuple[str, ...] = JSON_QUOTES
-    """Around texts in calls; none: they are bare, so that marks may stand in them."""
+    """Quotes around texts in calls. Without quotes, marks may stand in the texts."""
 
     @property
     def marks(self) -> tuple[str, str]:
@@ -125,8 +124,8 @@ class Dialect:
         return tuple(filter(None, (self.begin, *self.also)))
 
     def first(self, text: str, at: int, is_last: bool) -> int | None:
-        """Return where the first call's form begins in an answer; -1: there is none; None: more has
-        to come."""
+        """Return where the first call's form begins in an answer: -1 if there is no call, None if
+        the text so far does not decide it."""
         at = _SPACE.match(text, at).end()
         if at == len(text):
             return -1 if is_last else None
@@ -134,24 +133,24 @@ class Dialect:
         return begins and at if begins is not False else -1
 
     def inside(self, text: str, tools: Tools) -> Pieces | None:
-        """The calls between the marks; None: it has not the form."""
+        """Return the calls between the marks, or None if the text does not have the form."""
         return None
 
     def mended(self, text: str, tools: Tools, has_end: bool) -> Pieces | None:
-        """The same of a text that is a near miss of the form, or was cut. has_end: the end mark
-        follows."""
+        """Return the calls of a text that is a near miss of the form, or was cut, as `inside` does.
+        With `has_end` the end mark follows."""
         return json_calls(text, tools, may_be_cut=True)
 
     def form(self, functions: Sequence[Json], several: bool) -> Json:
-        """A format of a structural tag: one call, or several, of some functions.
+        """Return the format of a structural tag for one or several calls of some functions.
 
-        functions: with a name and `parameters`, a schema.
+        functions: each has a name and `parameters`, a schema.
         """
         raise NotImplementedError
 
 
 def begins_with(openers: tuple[str, ...], text: str, at: int, is_last: bool) -> bool | None:
-    """Whether one of some texts stands at a place; None: more has to come."""
+    """Return whether one of some texts stands at a place, or None if more text has to decide."""
     rest = text[at : at + max(map(len, openers))]
     if rest.startswith(openers):
         return True
@@ -160,7 +159,7 @@ def begins_with(openers: tuple[str, ...], text: str, at: int, is_last: bool) -> 
 
 
 def json_calls(text: str, tools: Tools, may_be_cut: bool = False) -> Pieces | None:
-    """The calls in objects of JSON with a name and arguments. may_be_cut: the last may be open."""
+    """Return the calls in JSON objects, or None. With `may_be_cut` the last one may be open."""
     try:
         return [_json_call(one, tools) for one in json_text.objects(text, may_be_cut)]
     except ValueError:
@@ -168,10 +167,10 @@ def json_calls(text: str, tools: Tools, may_be_cut: bool = False) -> Pieces | No
 
 
 def checked(name: str, arguments: str, tools: Tools, id: str = "") -> ToolCall:
-    """A call whose arguments are JSON.
+    """Return a call whose arguments are JSON.
 
     Raises:
-        ValueError: they are none, or there is no such function.
+        ValueError: they are no JSON object, or there is no such function.
     """
     if name not in tools:
         raise ValueError(f"there is no function {name}")
@@ -182,7 +181,7 @@ def checked(name: str, arguments: str, tools: Tools, id: str = "") -> ToolCall:
 def call_or_text(
     name: str, arguments: str, tools: Tools, text: str, id: str = ""
 ) -> ToolCall | str:
-    """A call if it is right, else its text."""
+    """Return a call, or its text if `checked` refuses it."""
     try:
         return checked(name, arguments, tools, id)
     except ValueError:
@@ -214,9 +213,9 @@ class TaggedJson(Dialect):
     before: str = '"name": {}, "arguments": '
     """Members before the arguments in forms, with {} for the name in JSON."""
     is_list: bool = False
-    """Several calls are a list between the marks, not each between marks of its own."""
+    """Whether several calls are a list between one pair of marks, not each between its own."""
     gap: str = ""
-    """Around the JSON, in forms."""
+    """Text around the JSON, in forms."""
 
     def form(self, functions: Sequence[Json], several: bool) -> Json:
         begin, end = self.marks[0] + self.gap, self.gap + self.marks[1] if self.end else ""
@@ -235,15 +234,15 @@ class TaggedJson(Dialect):
 
 @dataclass(frozen=True)
 class HeadedJson(Dialect):
-    """The arguments as JSON, after a header with the name. Around a call are the first and the last
-    of the inner marks."""
+    """The arguments as JSON, after a header with the name. The first and the last of the inner
+    marks stand around a call."""
 
     head: Any = None
-    """Pattern of a header, with the group `name`, and `id` if it is one."""
+    """Pattern of a header, with the group `name`, and `id` if the header has one."""
     write: Callable[[str], tuple[str, str]] | None = None
-    """What stands around the arguments of a call in forms, by its name."""
+    """Returns the texts around the arguments of a call in forms, by the function's name."""
     numbered: str = ""
-    """Text before the arguments in forms, after a number; "" for none."""
+    """Text before the arguments in forms, after a number; "" writes no number."""
     gap: str = ""
     """Text between calls, in forms."""
 
@@ -287,7 +286,7 @@ def json_schema(function: Json) -> Json:
     """Return the JSON schema of a function's arguments.
 
     Raises:
-        ValueError: they are no object by `parameters`.
+        ValueError: `parameters` has another type than object.
     """
     schema = {k: v for k, v in (function.get("parameters") or {}).items() if k != "$id"}
     kind = schema.get("type", "object")
@@ -300,7 +299,7 @@ def json_schema(function: Json) -> Json:
 
 
 def sequence(*parts: str | Json) -> Json:
-    """One after the other; texts as they are."""
+    """Return the format of some parts in a row; a text stands for itself."""
     formats = [
         {"type": "const_string", "value": each} if isinstance(each, str) else each
         for each in [part for part in parts if part] or [""]
@@ -309,15 +308,15 @@ def sequence(*parts: str | Json) -> Json:
 
 
 def optional(form: Json) -> Json:
-    """It, or nothing."""
+    """Return the format of this form or nothing."""
     return {"type": "optional", "content": form}
 
 
 def joined(schema: Schema, sign: str, separator: str, value: Callable[[str], Json]) -> Json:
-    """The parameters of a function with a text between them: all that are required, in the order of
-    the schema, then any of the others.
+    """Return the format of a function's parameters with a text between them: all that are required,
+    in the order of the schema, then any of the others.
 
-    sign: after a name. value: the format of a value, by its name.
+    sign: stands after a name. value: returns the format of a value, by its name.
     """
 
     def of(name: str) -> Json:
@@ -342,9 +341,9 @@ def repeated(
     several: bool,
     separator: str,
 ) -> Json:
-    """A call of one of some functions, or several.
+    """Return the format of one or several calls of some functions.
 
-    parts: what begins, holds and ends a call of a function.
+    parts: returns what begins, holds and ends a call of a function.
     """
     names = ("begin", "content", "end")
     tags = [dict(zip(names, parts(each))) for each in functions]
@@ -358,7 +357,7 @@ def repeated(
 
 
 def headed(functions: Sequence[Json], head: str, several: bool) -> Json:
-    """A call, or several, of arguments as JSON after a header, which has {} for the name."""
+    """Return the format of one or several calls: a header, with {} for the name, and JSON."""
     return repeated(
         functions, lambda each: (head.format(each["name"]), json_schema(each), ""), several, ""
     )

@@ -29,7 +29,7 @@ _WORD = r"([^\W\d][\w.-]*)(?=\s*:)"
 
 @dataclass(frozen=True)
 class Gemma(Dialect):
-    """Each call is between marks."""
+    """Calls, each between marks."""
 
     openers: tuple[str, ...] = ("call:", ":call:")
 
@@ -55,7 +55,7 @@ class Gemma(Dialect):
         return repeated(functions, parts, several, "")
 
     def _value(self, schema: Schema, name: str) -> Json:
-        """A text between marks, or a value that JSON writes alike, if nothing in it is a text."""
+        """Return the format of a value: a text between marks, or JSON for any other type."""
         if "string" not in schema.types(name):
             return schema.form(name)
         quote = self.quotes[0]
@@ -63,7 +63,7 @@ class Gemma(Dialect):
 
 
 def _as_json(found: re.Match) -> str:
-    """A text without its marks, the name of a member, or a text of JSON as it is."""
+    """Return the JSON of a text between marks or of a member's name; a JSON text as it is."""
     if found[1] is None and found[2] is None:
         return found[0]
     return json.dumps(found[2] if found[1] is None else found[1], ensure_ascii=False)

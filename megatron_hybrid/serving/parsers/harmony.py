@@ -25,7 +25,7 @@ _TO = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
 
 def _header(least: int) -> str:
-    """Return the expression of a header, whose names have so many characters at least."""
+    """Return the expression of a header whose names have at least so many characters."""
     to = rf"(?: to=[^\s<]{{{least},256}})?"
     part = rf"(?:<\|channel\|>\w{{0,64}}{to}(?: ?<\|constrain\|>)?(?: ?\w{{{least},64}})?){{0,2}}"
     return rf"(?:<\|start\|>[\w.]{{{least},64}})?{to}{part}"
@@ -33,7 +33,7 @@ def _header(least: int) -> str:
 
 _HEADER = re.compile(rf"({_header(1)} ?)<\|message\|>")
 _CUT = re.compile(rf"{_header(0)}(?: ?(?:<(?:\|\w{{0,9}}\|?)?)?| t?o?)")
-"""A header that may go on."""
+"""An unfinished header."""
 THOUGHTS = ReasoningFormat("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 
 
@@ -46,7 +46,7 @@ class Harmony(Dialect):
     content_begin: str = "<|channel|>final<|message|>"
 
     def form(self, functions: Sequence[Json], several: bool) -> Json:
-        """One call: its end ends the answer."""
+        """Return the format of one call: its end ends the answer."""
         head = f"<|channel|>commentary to=functions.{{}} <|constrain|>json{_MESSAGE}"
         return headed(functions, head, several=False)
 
@@ -58,7 +58,7 @@ class HarmonyParser(AnswerParser):
     """Channel `analysis` is reasoning, a message to a function a call, all else content."""
 
     _header: str | None = None
-    """Header of the message that is being read; None: it has not begun."""
+    """Header of the message that is being read, None before the message has begun."""
     _brackets: Brackets | None = None
     """Brackets in the call that is being read."""
 
@@ -89,14 +89,14 @@ class HarmonyParser(AnswerParser):
         self._space, self._skips_space = "", False
 
     def _may_be_header(self, at: int, is_last: bool) -> bool:
-        """Return whether what follows is the beginning of a header; at the answer's end one that
-        begins with a mark says nothing."""
+        """Return whether what follows is the beginning of a header. At the answer's end that counts
+        only if it is empty or begins with a mark."""
         is_begun = not is_last or self._held.startswith("<|", at) or at == len(self._held)
         return is_begun and _CUT.fullmatch(self._held, at) is not None
 
     def _next(self, is_last: bool) -> tuple[int, int, re.Match | None]:
         """Return where a text ends, where the answer goes on, and the next header, if it is there.
-        Marks count before a header and at the answer's end; others are a part of the text."""
+        Marks count before a header and at the answer's end; elsewhere they are text."""
         for found in _AN_END.finditer(self._held):
             over = found.start() if found[0] == "<|start|>" else found.end()
             if (header := _HEADER.match(self._held, over)) is not None:
@@ -108,7 +108,7 @@ class HarmonyParser(AnswerParser):
         return at, at, None
 
     def _call(self, is_last: bool) -> Iterator[AnswerPart]:
-        """Read a call; whether it is over."""
+        """Read a call. Return whether it is over."""
         if self._brackets is None:
             self._brackets = Brackets(ends=_ENDS, closes=False)
         at = self._brackets.find(self._held, is_last)

@@ -83,15 +83,15 @@ _HEAD = re.compile(
     r"\s*(?P<name>[^\s\[\]{}`]{1,256})(?:\[CALL_ID\](?P<id>\w{1,64}))?(?:\[ARGS\]|\s*(?=\{))"
 )
 _CUT = re.compile(r"\s*[^\s\[\]{}]{0,256}(?:\[(?:C[A-Z_]*|A[A-Z]*)?\]?\w{0,64})*\s*")
-"""A header that may go on."""
+"""An unfinished header."""
 
 
 @dataclass(frozen=True)
 class Mistral(TaggedJson):
-    """Both forms are read."""
+    """Mistral's two forms, a list of JSON, or names and JSON. Both are read."""
 
     writes_names: bool = False
-    """Forms have the newer one."""
+    """Whether calls are written in the newer form, with names."""
 
     def first(self, text: str, at: int, is_last: bool) -> int | None:
         if (head := _HEAD.match(text, at)) is not None:

@@ -32,11 +32,11 @@ _DECODER = json.JSONDecoder(
 
 
 def decoded(text: str) -> Any:
-    """The value of a whole JSON text.
+    """Return the value of a whole JSON text.
 
     Raises:
-        ValueError: it is none; or an object has a name twice, or a text has half of a character,
-            or a number is not finite, so that others would read something else.
+        ValueError: it is not JSON; or others could read it differently: an object has a name twice,
+            a text has half of a character, or a number is not finite.
     """
     try:
         value = _DECODER.decode(text)
@@ -48,11 +48,11 @@ def decoded(text: str) -> Any:
 
 
 def object_text(text: str) -> str:
-    """The text of a JSON object, without space around it or a comma before a bracket's end, and
-    with raw lines and tabs escaped.
+    """Return the text of a JSON object without space around it or commas before closing brackets,
+    and with raw newlines and tabs escaped.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is no JSON object.
     """
     text = _LOOSE.sub(_mended, text.strip())
     if not isinstance(decoded(text), dict):
@@ -61,10 +61,10 @@ def object_text(text: str) -> str:
 
 
 def members(text: str) -> dict[str, str]:
-    """The members of a JSON object: name -> the text of its value.
+    """Return the members of a JSON object: name -> the text of its value.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is no JSON object.
     """
     text, found = object_text(text), {}
     at = _next(text, 1)
@@ -79,9 +79,9 @@ def members(text: str) -> dict[str, str]:
 
 
 def objects(text: str, may_be_cut: bool = False) -> list[str]:
-    """The texts of the objects in a list, or one after the other, also in a fence.
+    """Return the texts of the objects in a list, or one after the other, also in a fence.
 
-    may_be_cut: the last may be open.
+    may_be_cut: the last object may be open.
 
     Raises:
         ValueError: something else is there, or an object is open.
@@ -99,8 +99,8 @@ def objects(text: str, may_be_cut: bool = False) -> list[str]:
 
 
 def value_end(text: str, at: int = 0, quotes: tuple[str, ...] = ('"',)) -> int | None:
-    """Return where the object or list that begins at a position ends, by its brackets; None: it is
-    open."""
+    """Return where the object or list that begins at a position ends, by its brackets, or None if
+    it is open."""
     return Brackets(quotes, at=at).find(text, is_last=True)
 
 

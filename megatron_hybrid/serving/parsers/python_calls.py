@@ -10,7 +10,7 @@ from megatron_hybrid.serving.parsers.json_text import BETWEEN, value_end
 
 MAX_DEPTH = 64
 _MAX_LENGTH, _MAX_COMMAS = 1 << 20, 1 << 16
-"""What Python's parser may need memory for."""
+"""Limits of the memory that Python's parser may need."""
 _HEAD = re.compile(r"([^\W\d][\w.-]{0,255})\s*\(")
 _TOKENS = re.compile(
     r"""(?P<prefix>\b[rRuU])?(?P<quote>'''|\"\"\"|'|\")(?P<text>(?:\\.|(?!(?P=quote)).)*)(?P=quote)"""
@@ -29,10 +29,10 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 def calls(text: str, may_be_cut: bool = False) -> list[tuple[str, str, str]] | None:
-    """The calls in a list, or one after the other: name, arguments and the whole call, each as it
-    is written; None: something else is there, or one is open.
+    """Return the calls in a list, or one after the other: name, arguments and the whole call, as
+    they are written; or None if something else is there, or a call is open.
 
-    may_be_cut: the last may be open, which has no name then.
+    may_be_cut: the last call may be open; then it has no name.
     """
     text, found, at = text.strip(), [], 0
     if text.startswith("[") and (may_be_cut or text.endswith("]")):
@@ -48,12 +48,12 @@ def calls(text: str, may_be_cut: bool = False) -> list[tuple[str, str, str]] | N
 
 
 def arguments_json(text: str) -> str:
-    """The JSON of a call's named arguments, as Python's own parser reads them. Near misses are
-    texts of several lines or with their own quotes, zeros before a number, `true` and `null`.
+    """Return the JSON of a call's named arguments, as Python's own parser reads them. Near misses
+    are read, too: texts of several lines or with their own quotes, zeros before a number, `true`
+    and `null`.
 
     Raises:
-        ValueError: they are no literals, or too large.
-    """
+        ValueError: they are no literals, or too large."""
     if len(text) > _MAX_LENGTH or text.count(",") > _MAX_COMMAS:
         raise ValueError("it is too large")
     try:
@@ -78,10 +78,10 @@ def _parsed(text: str) -> ast.expr:
 
 
 def value_json(text: str) -> str:
-    """The JSON of one literal.
+    """Return the JSON of one literal.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is no literal.
     """
     written = arguments_json(f"x={text}")
     found = json.loads(written)
@@ -91,10 +91,10 @@ def value_json(text: str) -> str:
 
 
 def with_quotes_escaped(text: str) -> str:
-    """Calls whose texts hold their own quotes: a text ends at one before a bracket, comma or colon.
+    """Escape the quotes inside of texts: a text ends at a quote before a bracket, comma or colon.
 
     Raises:
-        ValueError: where a text ends cannot be told.
+        ValueError: the end of a text is ambiguous.
     """
     return _LOOSE.sub(_escaped, text)
 
@@ -107,7 +107,7 @@ def _escaped(found: re.Match) -> str:
 
 
 def _as_python(found: re.Match) -> str:
-    """A text on one line, with no escapes that Python does not know; a number without zeros."""
+    """Return a text on one line, without escapes unknown to Python, or "" for leading zeros."""
     text, quote = found["text"], found["quote"]
     if text is None:
         return ""

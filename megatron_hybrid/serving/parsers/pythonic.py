@@ -25,7 +25,7 @@ from megatron_hybrid.serving.parsers.schemas import Schema
 
 @dataclass(frozen=True)
 class Pythonic(Dialect):
-    """Calls with named arguments, which are literals; a list of them, or one a line."""
+    """Calls with named arguments, which are literals, in a list or one a line."""
 
     is_list: bool = True
     """Whether calls in forms stand in a list."""

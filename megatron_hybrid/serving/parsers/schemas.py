@@ -38,9 +38,9 @@ class Schema:
         return self._types(self.properties.get(name, True))
 
     def value(self, name: str, text: str) -> str | None:
-        """The JSON of a parameter; None: it is left out, as an empty one that can be no text and no
-        null. What fits no type of its is JSON if it reads as that, else a text: others see what
-        the model wrote."""
+        """Return the JSON of a parameter, or None to leave it out: it is empty, and can be neither
+        a text nor null. What fits none of its types stays as it is if it is JSON, else becomes a
+        text, so that the caller sees what the model wrote."""
         types, bare = self.types(name), text.strip()
         if types == {"string"}:
             return json.dumps(text, ensure_ascii=False)
@@ -66,8 +66,8 @@ class Schema:
         return bare
 
     def text_form(self, name: str, end: str) -> Json:
-        """A text as a format of a structural tag: one of those that a parameter may be, if its
-        schema says which, else any up to `end`."""
+        """Return the format of a parameter's text in a structural tag: one of the values in its
+        schema, if that lists them, else any text up to `end`."""
         given = self.properties.get(name)
         schema = self._resolved(given) if isinstance(given, dict) else {}
         values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -79,14 +79,14 @@ class Schema:
         )
 
     def form(self, name: str) -> Json:
-        """A parameter's JSON as a format of a structural tag, by its schema and the one that its
-        `$ref`s are relative to."""
+        """Return the format of a parameter's JSON in a structural tag, by its schema and the root
+        schema that its `$ref`s are relative to."""
         given = self.properties.get(name)
         schema = {**(given if isinstance(given, dict) else {}), ROOT: self._root}
         return {"type": "json_schema", "json_schema": schema}
 
     def _types(self, schema: Any, depth: int = 0) -> frozenset[str]:
-        """Return the types of a part of the schema, each of which is looked at once."""
+        """Return the types of a part of the schema. Each part is examined once."""
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
             return ALL
         if id(schema) not in self._known:

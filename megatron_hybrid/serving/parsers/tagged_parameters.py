@@ -32,27 +32,27 @@ Found = tuple[dict[str, str | None] | None, int]
 
 
 def named(before: str, after: str) -> re.Pattern:
-    """A pattern of a tag with the group `name`: space and quotes around a name are none of it."""
+    """Return the pattern of a tag with the group `name`, without space or quotes around it."""
     name = r"(?P<name>[^\s<>\"'](?:[^<>\n\"']*[^\s<>\"'])?)"
     return re.compile(rf"{before}\s*(?:[\"']\s*)?{name}\s*(?:[\"']\s*)?{after}")
 
 
 @dataclass(frozen=True)
 class TaggedParameters(Dialect):
-    """A value is all that stands between its tags, whatever it is: it ends where a tag that closes
-    it is followed by what may follow a parameter. A value that seems to have swallowed a damaged
-    tag is none, and with it the call."""
+    """Calls whose parameters stand between tags. A value may hold anything: it ends at a closing
+    tag that is followed by what may follow a parameter. If a value seems to have swallowed a
+    damaged tag, neither it nor its call counts."""
 
     function: tuple[str, str] = ("", "")
     """What stands around a call, with {} for its name."""
     parameter: tuple[str, str] = ("", "")
     """The same of a parameter, with a second {} for whether it is a text."""
     is_section: bool = False
-    """Several calls are between one pair of marks."""
+    """Whether several calls stand between one pair of marks."""
     gap: str = ""
     """Text after a function's beginning and each parameter, in forms."""
     newline: str = ""
-    """Is left out at both ends of a value."""
+    """Text that is left out at both ends of a value."""
     head: Any = None
     """Pattern of a call's beginning, with the group `name`."""
     opened: Any = None
@@ -60,10 +60,10 @@ class TaggedParameters(Dialect):
     closed: Any = None
     """Pattern of a call's end."""
     parts: Any = None
-    """Pattern of what begins (+) a parameter or ends (-) it, also when damaged: see `_is_whole`."""
+    """Pattern of what begins a parameter (the group `open`) or ends it, also when damaged."""
 
     mark: Any = None
-    """Pattern of a call's own mark, and the word after it; None: it has none."""
+    """Pattern of a call's own mark and the word after it, None if calls have no mark."""
 
     quotes: tuple[str, ...] = ()
 
@@ -92,7 +92,7 @@ class TaggedParameters(Dialect):
         read: Callable[[int, Schema], Found | None],
         may_be_cut: bool = False,
     ) -> Pieces | None:
-        """read: the parameters of the call whose head ends at a place."""
+        """Return the calls of a text, or None. read: finds the parameters after a call's head."""
         pieces: Pieces = []
         at = _SPACE.match(text).end()
         while at < len(text):
@@ -110,7 +110,7 @@ class TaggedParameters(Dialect):
         return pieces
 
     def _json(self, text: str, at: int, tools: Tools) -> tuple[Pieces, int] | None:
-        """The calls in JSON between a call's own marks, and their end."""
+        """Return the calls in JSON between a call's own marks, and their end."""
         opened = self.mark and self.mark.match(text, at)
         stop = text.find(self.inner[-1], opened.end()) if opened else -1
         if stop < 0:
@@ -121,8 +121,8 @@ class TaggedParameters(Dialect):
         return calls, _SPACE.match(text, after).end()
 
     def _loose_parameters(self, text: str, at: int, schema: Schema, has_end: bool) -> Found | None:
-        """The same where tags are missing: values end at the next tag, and so does a call if the
-        end mark follows: none of their texts may hold an angle bracket."""
+        """Find parameters as `_parameters`, where tags are missing: values end at the next tag, and
+        so does a call if the end mark follows. No text may hold an angle bracket."""
         found: dict[str, str | None] = {}
         while (opened := self.opened.match(text, at)) is not None:
             stop = text.find("<", opened.end())
@@ -141,7 +141,7 @@ class TaggedParameters(Dialect):
     def _parameters(
         self, text: str, at: int, schema: Schema, names: Container[str]
     ) -> Found | None:
-        """Names and values (JSON) of a call, and its end. names: of parameters; none: any."""
+        """Find the parameters of a call (name -> JSON) and its end. Empty `names` allow any."""
         found: dict[str, str | None] = {}
         while (opened := self.opened.match(text, at)) is not None:
             name, close = opened["name"], self.parameter[1]
@@ -174,8 +174,8 @@ class TaggedParameters(Dialect):
         return value.removeprefix(self.newline).removesuffix(self.newline)
 
     def _is_whole(self, value: str, types: frozenset[str]) -> bool:
-        """Return whether no tag of the call is in a value. Tags of a text are pairs, or single ends
-        that nothing like a tag follows."""
+        """Return whether a value holds no tag of its call. In a text there may be pairs of tags, or
+        single closing tags that nothing like a tag follows."""
         depth = 0
         for part in self.parts.finditer(value):
             if "string" not in types:
@@ -216,7 +216,7 @@ class TaggedParameters(Dialect):
 def _call(
     name: str, found: Mapping[str, str | None] | None, tools: Tools, written: str
 ) -> ToolCall | str:
-    """found: the JSON of each parameter; None: it is left out; instead of all: there is no call."""
+    """Return a call, or its text. found: the JSON of each parameter, None if there is no call."""
     if found is None:
         return written
     given = {each: value for each, value in found.items() if value is not None}
@@ -248,9 +248,9 @@ def invoke_tags(
 
     Args:
         section: marks around all calls.
-        space: before the names of the tags.
+        space: prefix of the names of the tags.
         flag: further attribute of a parameter, with {} for whether it is a text.
-        call: marks around each call, and the one after the word for its kind.
+        call: marks before each call, after the word for its kind, and after the call.
     """
     begin, end = (f"{call[0]}function{call[1]}", call[2]) if call else ("", "")
     opened = rf"{call[0]}\s*(?:\w+\s*{call[1]}\s*)?" if call else ""

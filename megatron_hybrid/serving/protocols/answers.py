@@ -26,7 +26,7 @@ LEAST_LOG_PROB = -9999.0
 
 
 def prefix_block(report: PrefixReport) -> Json:
-    """Return what was reused of a prompt, and why not more: of the request's own tenant alone."""
+    """Return what was reused of a prompt, and why not more; only its tenant's prefixes count."""
     return {
         "shared_tokens": report.shared_tokens,
         "skipped_tokens": report.skipped_tokens,
@@ -38,7 +38,7 @@ def prefix_block(report: PrefixReport) -> Json:
 def usage(
     prefixes: Sequence[PrefixReport], num_generated: int, num_reasoning: int | None = None
 ) -> Json:
-    """Token counts of an answer to some prompts. num_reasoning: of a chat's answer."""
+    """Return the token counts of an answer to some prompts. A chat's has `num_reasoning`, too."""
     prompt = sum(report.prompt_tokens for report in prefixes)
     found = {
         "prompt_tokens": prompt,
@@ -54,14 +54,14 @@ def usage(
 
 @dataclass
 class Answer:
-    """One answer of a request, as far as it is there.
+    """One answer of a request, as far as it exists.
 
     Args:
-        tokenizer: for the names of tokens.
-        fields: of the request.
-        id: of all answers and chunks of the request.
+        tokenizer: names the tokens.
+        fields: those of the request.
+        id: that of all answers and chunks of the request.
         model: the served name.
-        style: how the model answers a chat; None: it is no chat.
+        style: how the model answers a chat, None if it is no chat.
         is_thinking: see `AnswerParser`.
     """
 
@@ -88,14 +88,14 @@ class Answer:
         return not isinstance(self.fields, CompletionFields)
 
     def head(self, of_chunk: bool = False) -> Json:
-        """Return what all bodies begin with."""
+        """Return the fields that all bodies begin with."""
         kind = "text_completion"
         if self.is_chat:
             kind = "chat.completion.chunk" if of_chunk else "chat.completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def whole(self, results: Sequence[GenerationResult]) -> Json:
-        """The body of all answers. results: one for each prompt, with its samples."""
+        """Return the body of all answers. `results` has one for each prompt, with its samples."""
         samples = [sample for result in results for sample in result.samples]
         choices = [self._choice(index, sample) for index, sample in enumerate(samples)]
         generated = sum(len(sample.token_ids) for sample in samples)
@@ -141,7 +141,7 @@ class Answer:
         return choice
 
     def _echoed(self, result: GenerationResult, text: str) -> tuple[str, Json | None]:
-        """Prompt and answer as one text."""
+        """Return prompt and answer as one text, and the log-probabilities of both."""
         prompt = self._text(result.prompt_tokens)
         if self.fields.num_top is None:
             return prompt + text, None
@@ -153,8 +153,8 @@ class Answer:
         return prompt + text, self.logprobs(tokens, values, tops, 0)
 
     def echoed(self, number: int) -> str:
-        """Return what an answer repeats of its prompt: a chat's, the last message, if it goes on
-        with that."""
+        """Return what an answer repeats of its prompt: all of a completion's; of a chat's the last
+        message, if that is the assistant's."""
         if not self.fields.echo:
             return ""
         if self.is_chat:
@@ -164,7 +164,7 @@ class Answer:
         return self._text(self.prompts[number])
 
     def count(self, text: str) -> int:
-        """Tokens of a part of the answer, as the tokenizer writes its text."""
+        """Count the tokens of a part of the answer, as the tokenizer writes its text."""
         return len(self.tokenizer.tokenize(text, add_special_tokens=False)) if text else 0
 
     def _text(self, tokens: Sequence[int]) -> str:
@@ -175,7 +175,7 @@ class Answer:
         return self.style.parser(is_thinking=self.is_thinking, **self.fields.parsed_by)
 
     def counts(self) -> Json:
-        """The usage so far, or null, if the stream shall have the usage."""
+        """Return the usage so far, or null, for chunks of a stream that shall have the usage."""
         options = self.fields.stream_options
         if options is None or not options.counts:
             return {}
@@ -184,23 +184,23 @@ class Answer:
         return {"usage": self._usage([*self.reports.values()], self.num_generated)}
 
     def growing(self, number: int) -> list[GrowingChoice]:
-        """What takes the outputs of one prompt's stream, by sample. number: of the prompt."""
+        """Return the takers of the outputs of one prompt's stream, by sample."""
         n = self.fields.n
         return [GrowingChoice(self, number, number * n + index) for index in range(n)]
 
     def last(self, prefixes: Sequence[PrefixReport], num_generated: int) -> list[Json]:
-        """The chunks at the end: the usage, if asked for."""
+        """Return the chunks at the end: the usage, if asked for."""
         if not self.counts():
             return []
         counts = self._usage(prefixes, num_generated)
         return [{**self.head(of_chunk=True), "choices": [], "usage": counts}]
 
     def error(self, error: ApiError) -> Json:
-        """The chunk of a failure."""
+        """Return the chunk of a failure."""
         return error.body
 
     def encode(self, chunk: Json) -> bytes:
-        """A server-sent event."""
+        """Return a chunk as a server-sent event."""
         return b"data: %b\n\n" % encode_json(chunk)
 
     # Log-probabilities -------------------------------------------------------------------------
@@ -212,11 +212,11 @@ class Answer:
         tops: Sequence[dict[int, float] | None] | None,
         offset: int,
     ) -> Json | None:
-        """Log-probabilities as the API has them; None: not asked for.
+        """Return log-probabilities as the API has them, or None if they were not asked for.
 
         Args:
-            values: of the tokens.
-            tops: of the most likely tokens in place of each.
+            values: those of the tokens.
+            tops: those of the most likely tokens in place of each.
             offset: characters before the first token.
         """
         if self.fields.num_top is None or values is None:
@@ -247,15 +247,15 @@ class Answer:
         }
 
     def first(self, top: dict[int, float] | None, count: int) -> dict[int, float] | None:
-        """The most likely tokens, at most so many, without infinities."""
+        """Return at most `count` of the most likely tokens, without infinities."""
         if top is None:
             return None
         few = islice(top.items(), count)
         return {token: max(value, LEAST_LOG_PROB) for token, value in few}
 
     def prompt_logprobs(self, result: GenerationResult) -> list[Json | None]:
-        """Return, for each token of the prompt but the first and for the most likely ones in its
-        place, log-probabilities by id, as vLLM does. `rank` is that among the most likely ones."""
+        """Return log-probabilities by id, as vLLM does, of each token of the prompt but the first
+        and of the most likely ones in its place. `rank` is that among the most likely ones."""
         tokens, values = result.prompt_tokens[1:], result.prompt_log_probs
         found: list[Json | None] = [None]
         tops = result.prompt_top_n_logprobs or [{}] * len(tokens)
@@ -275,7 +275,7 @@ class Answer:
         return found
 
     def _named(self, top: dict[int, float]) -> dict[str, float]:
-        """The drawn token first: of several with one name it has the name, the others their ids."""
+        """Return values by name. Of tokens with the same name all but the first have their ids."""
         found: dict[str, float] = {}
         for token, value in top.items():
             name = self._name(token)
@@ -283,7 +283,7 @@ class Answer:
         return found
 
     def entry(self, token: int, value: float) -> Json:
-        """A token and its log-probability, as chats have them."""
+        """Return a token and its log-probability in the form of chats."""
         written, as_ids = self.tokenizer.shown_bytes(token), self.fields.return_tokens_as_token_ids
         return {
             "token": written.decode(errors="replace") if not as_ids else _id_name(token),
@@ -292,7 +292,7 @@ class Answer:
         }
 
     def _name(self, token: int) -> str:
-        """A token's text; a part of a character as OpenAI writes it, by its bytes."""
+        """Return a token's text; a part of a character by its bytes, as OpenAI writes it."""
         if self.fields.return_tokens_as_token_ids:
             return _id_name(token)
         written = self.tokenizer.shown_bytes(token)
@@ -303,11 +303,11 @@ class Answer:
 
 
 class EventAnswer:
-    """The answer to one request in another form: items, whole or as events that say their types. It
-    takes the outputs of its stream itself.
+    """The answer to one request in another form: items, whole or as events that name their types.
+    It takes the outputs of its stream itself.
 
     Args:
-        answer: the same to a chat.
+        answer: the answer to the request's chat.
     """
 
     end_mark = b""
@@ -319,29 +319,29 @@ class EventAnswer:
         self._reasoning, self._has_begun = "", False
 
     def whole(self, results: Sequence[GenerationResult]) -> Json:
-        """The body. results: one."""
+        """Return the body of the only result."""
         (result,) = results
         self._grow(result, result)
         return self._body(result.prefix, len(result.token_ids))
 
     def growing(self, number: int) -> list[Self]:
-        """See `Answer.growing`."""
+        """Return the taker of the stream's outputs, as `Answer.growing` does: this answer."""
         return [self]
 
     def add(self, output: RequestOutput) -> bytes:
-        """The events of what a step added."""
+        """Return the events of what a step added."""
         events = [] if self._has_begun else self._begin(output.prefix)
         self._has_begun = True
         return b"".join(map(self.encode, [*events, *self._grow(output, output.result)]))
 
     def encode(self, event: Json) -> bytes:
-        """A server-sent event."""
+        """Return an event as a server-sent one."""
         return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_json(event))
 
     def _grow(
         self, said: GenerationResult | RequestOutput, result: GenerationResult | None
     ) -> list[Json]:
-        """The events of more text. result: of an answer that is complete with it."""
+        """Return the events of more text. `result` is that of an answer which it completes."""
         parts = self._parser.add(said.text or "")
         if result is not None:
             parts += self._parser.end()
@@ -370,9 +370,9 @@ class GrowingChoice:
     """One answer of a stream, as events.
 
     Args:
-        answer: it belongs to.
-        number: of its prompt.
-        index: among the request's answers.
+        answer: that of the request.
+        number: that of its prompt.
+        index: place among the request's answers.
     """
 
     def __init__(self, answer: Answer, number: int, index: int):
@@ -386,7 +386,7 @@ class GrowingChoice:
         self._reasoning = ""
 
     def _begin(self) -> list[Json]:
-        """The events before those of the first output: a chat's role."""
+        """Return the events before those of the first output: a chat's role, an echoed prompt."""
         self._has_begun = True
         echoed = self._answer.echoed(self._number)
         self._num_chars = len(echoed)
@@ -395,7 +395,7 @@ class GrowingChoice:
         return [self._chunk({"delta": {"role": "assistant", "content": echoed}})]
 
     def add(self, output: RequestOutput) -> bytes:
-        """The events of what a step added."""
+        """Return the events of what a step added."""
         self._answer.reports[self._number] = output.prefix
         chunks = [] if self._has_begun else self._begin()
         self._answer.num_generated += len(output.token_ids)
@@ -447,7 +447,7 @@ _DELTA_CHARS = 4096
 
 
 def _deltas(part: AnswerPart) -> Iterator[Json]:
-    """Return what a part adds to a message: a call first its name, then its arguments."""
+    """Yield what a part adds to a message: for a call first its name, then its arguments."""
     if not isinstance(part, ToolCall):
         yield {"reasoning" if isinstance(part, Reasoning) else "content": part.text}
         return
@@ -459,7 +459,7 @@ def _deltas(part: AnswerPart) -> Iterator[Json]:
 
 
 def argument_pieces(call: ToolCall) -> Iterator[str]:
-    """A call's arguments, for events."""
+    """Cut a call's arguments into pieces for events."""
     for start in range(0, len(call.arguments), _DELTA_CHARS):
         yield call.arguments[start : start + _DELTA_CHARS]
 

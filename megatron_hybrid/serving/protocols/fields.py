@@ -1,6 +1,6 @@
 """Fields of requests. Unknown ones are ignored. Those of OpenAI, Anthropic, vLLM and SGLang are
 used, or refused unless they ask for nothing; labels change no answer. A value has the JSON type of
-its field: a boolean is no number, and "1" neither; 1.0 is an integer, as in JSON Schema."""
+its field: neither a boolean nor "1" is a number; 1.0 is an integer, as in JSON Schema."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ MESSAGE = {
     # Something besides the role.
     "not": {"properties": {"role": True}, "additionalProperties": {"type": "null"}},
 }
-"""What `chat_prompt` takes, as JSON Schema."""
+"""The JSON Schema of a message that `chat_prompt` takes."""
 _NEVER = (
     # OpenAI
     *("audio", "moderation", "prediction", "prompt_cache_options", "web_search_options"),
@@ -111,7 +111,7 @@ UNSUPPORTED: dict[str, tuple] = {
 
 
 def refuse_unsupported(given: Fields, unsupported: Mapping[str, Iterable]) -> None:
-    """Raise ApiError for a field that asks for what this server lacks, or calls otherwise."""
+    """Raise ApiError for a field that asks for what this server lacks, or has by another name."""
     for name, value in (given.model_extra or {}).items():
         if name in unsupported and value is not None and not _is_in(value, unsupported[name]):
             remedy = advice(REQUEST, name, type(given).model_fields) or "leave it out"
@@ -120,13 +120,13 @@ def refuse_unsupported(given: Fields, unsupported: Mapping[str, Iterable]) -> No
 
 
 def _is_in(value: Any, values: Iterable) -> bool:
-    """Return whether a value is in some, as `in` says, but False is not 0."""
+    """Return whether a value is in some, as `in` does, but False is not 0."""
     is_bool = isinstance(value, bool)
     return any(value == each and isinstance(each, bool) == is_bool for each in values)
 
 
 def _fail_fast(schema: Any) -> None:
-    """Let all lists and mappings in a schema have one error at most: millions of them take minutes
+    """Let lists and mappings in a schema stop at their first error: millions of errors take minutes
     and gigabytes."""
     if isinstance(schema, list):
         for each in schema:
@@ -164,8 +164,8 @@ class Fields(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _as_in_json(cls, given: Any, handler: Any) -> Self:
-        """1.0 is an integer in JSON Schema, and OpenAI's API takes null for a field that is left
-        out."""
+        """Take 1.0 as an integer, as JSON Schema does, and null as a field that is left out, as
+        OpenAI's API does."""
         if isinstance(given, dict) and None in given.values():
             names = _left_out_by_null(cls)
             given = {k: v for k, v in given.items() if v is not None or k not in names}
@@ -194,7 +194,7 @@ class Fields(BaseModel):
 
     @classmethod
     def refused(cls) -> dict[str, tuple]:
-        """Known fields that this object lacks -> values that ask for nothing, besides null."""
+        """Return known fields that this object lacks -> values, besides null, without effect."""
         return {}
 
 
@@ -202,16 +202,16 @@ class Body(Fields):
     """A body."""
 
     taken: ClassVar[set[str]] = set()
-    """Fields of other bodies that this one takes, and that are none of its own."""
+    """Fields of other bodies that this one takes, too."""
     _changes: list[str] = PrivateAttr(default_factory=list)
 
     @property
     def changes(self) -> list[str]:
-        """What was left out of the request, or moved in it: see `changes`."""
+        """What was left out of the request, or moved in it: see the module `changes`."""
         return self._changes
 
     def note(self, change: str) -> None:
-        """Take note of a change: whatever leaves something out, or changes it, calls this."""
+        """Add a change. Whatever leaves something out of the request, or changes it, calls this."""
         self._changes.append(change)
 
     def check(self) -> None:
@@ -221,7 +221,7 @@ class Body(Fields):
     @classmethod
     @cache
     def refused(cls) -> dict[str, tuple]:
-        """`UNSUPPORTED`, and what has another name, or only other bodies have."""
+        """Return `UNSUPPORTED`, fields with another name here, and those only of other bodies."""
         known = UNSUPPORTED
         if issubclass(cls, (SharedFields, OtherFields)):
             others = {
@@ -235,7 +235,7 @@ class Body(Fields):
 
 @cache
 def _left_out_by_null(kind: type[Fields]) -> frozenset[str]:
-    """Fields with a default, which take no null themselves."""
+    """Return the fields with a default whose types exclude null."""
     return frozenset(
         field.alias or name
         for name, field in kind.model_fields.items()
@@ -298,7 +298,7 @@ class ResponseFormat(Fields):
 
     @property
     def structural_tag(self) -> dict[str, Any]:
-        """What the type of this name asks for."""
+        """The structural tag that the type structural_tag asks for."""
         names = {"format", "structures", "triggers", "at_least_one"}
         return self.model_dump(include=names, exclude_none=True)
 
@@ -343,12 +343,12 @@ Token = Count
 TokenName = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Tokens = Annotated[list[Token], Field(min_length=1)]
 Words = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=64)]
-"""Every new token is looked at for all of them."""
+"""Limited, since every new token is checked against all of them."""
 NumTop = Annotated[int, Range(ge=0, le=20)]
 
 
 def declared(name: str, more: str = "", default: Any = None) -> Any:
-    """A field of the engine's, whose sentence stands there. more: what only this API says."""
+    """Return a field of the engine's with its help there, and `more` for this API alone."""
     return Field(default, description=f"{_DECLARED[name].sentence} {more}".strip())
 
 
@@ -428,7 +428,7 @@ class GenerationFields(SharedFields):
     """Fields of completions and chats."""
 
     own_names: ClassVar[dict[str, str]] = {}
-    """Its fields -> those of the body that it was made of, if another's."""
+    """Its fields -> those of the body that it was made from, if that is another's."""
 
     n: Positive = 1
     """Answers to each prompt. Each counts as a request."""
@@ -441,7 +441,7 @@ class GenerationFields(SharedFields):
     each position. The whole prompt is computed. A prompt token that is not among the most likely
     ones has the `rank` null. The field is refused with 400 in a stream."""
     return_token_ids: bool = False
-    """The answer has `token_ids`; `weight_epochs`, which tell the weights that drew each token; and
+    """The answer has `token_ids`; `weight_epochs`, which name the weights that drew each token; and
     `prompt_token_ids`: in each choice of a completion, once in a chat, and in the first chunk of a
     stream."""
     return_tokens_as_token_ids: bool = False
@@ -454,7 +454,7 @@ class GenerationFields(SharedFields):
 
     @property
     def num_top(self) -> int | None:
-        """Most likely tokens to show in place of each of the answer's; None: no
+        """Most likely tokens to show in place of each of the answer's; None without
         log-probabilities."""
         return None
 
@@ -465,7 +465,7 @@ class GenerationFields(SharedFields):
 
     @property
     def caller_names(self) -> dict[str, str]:
-        """What the engine's errors speak of -> the caller's field."""
+        """Names in the engine's errors -> the caller's fields."""
         raise NotImplementedError
 
     def check(self) -> None:
@@ -584,7 +584,7 @@ class TemplateFields(SharedTemplateFields):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """Return the variables of the template."""
+        """The variables of the template."""
         effort = self.reasoning_effort
         given: dict[str, Any] = {} if self.documents is None else {"documents": self.documents}
         if effort is not None:  # templates have several names for whether there is any
@@ -642,7 +642,7 @@ class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
 
     @property
     def required_tools(self) -> list[Function]:
-        """Functions of which the answer has to call one; none: it is free."""
+        """Functions of which the answer has to call one; empty if it may call none."""
         functions = [tool.function for tool in self.tools or ()]
         if self.tool_choice == "required":
             return functions
@@ -671,13 +671,13 @@ class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
         return {name: self.own_names.get(given, given) for name, given in names.items()}
 
     def too_large(self, error: TextTooLongError) -> ApiError:
-        """See the base class; in the words of `too_long`: the text is not counted to its end."""
+        """Return the refusal in the words of `too_long`: the text is not counted to its end."""
         asked = self.max_completion_tokens or self.max_tokens or 0
         return self.too_long(error.num_tokens, asked, error.max_tokens, "at least ")
 
     def too_long(self, num_prompt: int, num_asked: int, limit: int, least: str = "") -> ApiError:
-        """The refusal of a prompt and an answer of more tokens than the context has, in the words
-        that clients of OpenAI read.
+        """Return the refusal of a prompt and an answer of more tokens than the context has, in the
+        words that clients of OpenAI read.
 
         num_prompt, num_asked, limit: tokens of the prompt, the answer, and the context.
         least: words before the number of tokens of a prompt that may have more.
@@ -711,13 +711,13 @@ class OtherFields(Body):
 
     chat: ClassVar[type[ChatFields]]
     left_out: ClassVar[dict[str, tuple]]
-    """Fields that have no effect -> values that ask for nothing. The answer says what has none."""
+    """Fields without effect -> values that ask for nothing. The answer names the fields."""
 
     def chat_of(self, given: Mapping[str, Any]) -> ChatFields:
         """Return the chat of some fields.
 
         Raises:
-            ApiError: they are none of a chat.
+            ApiError: a chat cannot have them.
         """
         for name, nothing in self.left_out.items():
             if getattr(self, name) not in (None, *nothing):
@@ -796,9 +796,9 @@ class LoadAdapterFields(UnloadAdapterFields):
     """Body of /v1/load_lora_adapter."""
 
     lora_path: str
-    """Its folder, in PEFT's format, on the server's disk."""
+    """The adapter's folder, in PEFT's format, on the server's disk."""
     load_inplace: Literal[False] | None = None
-    """Adapters are unloaded first."""
+    """It has no effect: a loaded adapter must be unloaded first."""
 
 
 class AbortFields(Body):

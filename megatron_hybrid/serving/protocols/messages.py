@@ -38,12 +38,12 @@ SAME = ("temperature", "top_p", "top_k", "stream", "cache_salt", "priority")
 _LEFT_OUT_BLOCK = re.compile(
     "redacted_thinking|image|document|compaction|server_tool_use|mcp_tool_use|.+_tool_result"
 )
-"""Blocks of an answer, or of a tool's result, that this server does not show to a model: all that
-Anthropic's own tools do, too."""
+"""Blocks of an answer, or of a tool's result, that this server does not show to a model, also all
+those of Anthropic's own tools."""
 Note = Callable[[str], None]
-"""Takes what is left out."""
+"""A function that takes note of what is left out."""
 _SIGNATURE = "mh1"
-"""Signature of thinking: its text is no secret, and is taken as it comes."""
+"""Signature of thinking. It is not checked: the text is no secret."""
 
 
 class MessageTool(Fields):
@@ -71,7 +71,7 @@ class MessageTool(Fields):
 
 
 class MessageChat(ChatFields):
-    """The chat that a message is made as."""
+    """The chat that the body of a message becomes."""
 
     own_names: ClassVar = {
         "chat_template_kwargs": "thinking",
@@ -83,7 +83,7 @@ class MessageChat(ChatFields):
     }
 
     def too_long(self, num_prompt: int, num_asked: int, limit: int, least: str = "") -> ApiError:
-        """See the base class; in the words that clients of Anthropic read."""
+        """Return the base class's refusal in the words that clients of Anthropic read."""
         if num_prompt >= limit:
             text = f"prompt is too long: {least}{num_prompt} tokens > {limit} maximum"
             return ApiError(400, text, "messages")
@@ -127,7 +127,7 @@ class PromptFields(OtherFields):
     """It has no effect, as `context_management`."""
 
     def to_chat(self, **more: Any) -> ChatFields:
-        """The same as a chat.
+        """Return the body as a chat.
 
         Raises:
             ApiError: a block or a choice that no chat has.
@@ -279,7 +279,7 @@ def _said(blocks: Sequence[Json], place: str, note: Note) -> Json:
 
 
 def _asked(blocks: Sequence[Json], place: str, note: Note) -> Iterator[Json]:
-    """Results of tools, and what the user says."""
+    """Yield the messages of one turn of the user's: results of tools, then texts."""
     texts = []
     for block in blocks:
         if block.get("type") == "tool_result":
@@ -301,13 +301,13 @@ class MessageAnswer(EventAnswer):
     _stop: ClassVar[Json] = {"stop_reason": None, "stop_sequence": None}
 
     def last(self, prefixes: Sequence[PrefixReport], num_generated: int) -> list[Json]:
-        """The events at the end."""
+        """Return the events at the end."""
         usage = self._usage(prefixes[0], num_generated)
         end = {"type": "message_delta", "delta": self._stop, "usage": usage}
         return [end, {"type": "message_stop"}]
 
     def error(self, error: ApiError) -> Json:
-        """The event of a failure."""
+        """Return the event of a failure."""
         return error.body_of("/v1/messages")
 
     def _begin(self, report: PrefixReport) -> list[Json]:

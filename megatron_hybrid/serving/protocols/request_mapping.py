@@ -23,17 +23,17 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 _END_TOKENS = 64
-"""Tokens at a prompt's end, of which some are a mark of reasoning."""
+"""Tokens at a prompt's end in which a mark of reasoning is looked for."""
 
 
 def chat_prompt(
     tokenizer: Tokenizer, fields: TemplateFields, keeps_lines: bool = True
 ) -> RenderedChat:
-    """The tokens of a chat.
+    """Render and tokenize a chat.
 
     Args:
-        tokenizer: with the chat template.
-        fields: with messages.
+        tokenizer: has the chat template.
+        fields: have the messages.
         keeps_lines: see `ServingConfig.keeps_changing_lines`.
 
     Raises:
@@ -68,9 +68,9 @@ def is_thinking(
     thoughts: ReasoningFormat,
     prompt: RenderedChat | Sequence[int],
 ) -> bool | None:
-    """Return whether the answer begins inside of reasoning, which the prompt's end opens, or the
-    message that the answer goes on with, or the model without a sign; None: the prompt has closed
-    it. prompt: what was made of the fields."""
+    """Return whether the answer begins inside of reasoning, or None if the prompt has closed it.
+    The prompt's end may open it, or the message that the answer continues, or the model itself
+    without a mark. `prompt` is made from the fields."""
     if isinstance(fields, TemplateFields) and fields.continue_final_message:
         template = tokenizer.template_of(fields.shown_tools)
         said = template.prepare(fields.messages)[-1]["content"]
@@ -88,8 +88,8 @@ def thinking_budget(
     """Return the budget of the reasoning of a chat's answer.
 
     Args:
-        thoughts: how the model writes reasoning; None: it has none.
-        begins_inside: the answer begins inside of it.
+        thoughts: how the model writes reasoning, None if it writes none.
+        begins_inside: whether the answer begins inside of it.
 
     Raises:
         ApiError: this model's reasoning cannot be ended by a token.
@@ -106,7 +106,7 @@ def thinking_budget(
 
 
 def completion_prompts(tokenizer: Tokenizer, fields: CompletionFields) -> list[Sequence[int]]:
-    """The tokens of each prompt.
+    """Return the tokens of each prompt.
 
     Raises:
         ApiError: a prompt is empty, cannot fit the context, or has half of a character.
@@ -129,13 +129,13 @@ def completion_prompts(tokenizer: Tokenizer, fields: CompletionFields) -> list[S
 
 
 def refusal_of_text(error: ValueError) -> ApiError:
-    """Return what the tokenizer says of a field `prompt`."""
+    """Return the refusal for the tokenizer's error about the field `prompt`."""
     is_long = isinstance(error, TextTooLongError)
     return ApiError(400, str(error), "prompt", "context_length_exceeded" if is_long else None)
 
 
 def truncated(prompt: Prompt, num_tokens: int | None, side: str) -> Prompt:
-    """The tokens of a prompt that are left. num_tokens, side: see `Tokenizer.cut_to`."""
+    """Cut a prompt to `num_tokens`, None for all. `Tokenizer.cut_to` describes `side`."""
     if num_tokens is None:
         return prompt
     tokens = prompt.tokens if isinstance(prompt, RenderedChat) else prompt
@@ -150,15 +150,15 @@ def truncated(prompt: Prompt, num_tokens: int | None, side: str) -> Prompt:
 def guide_of(
     fields: GenerationFields, style: Style | None = None, is_thinking: bool | None = None
 ) -> tuple[Guide, str] | None:
-    """Return what the answer may look like after its reasoning, and the caller's field that asks
-    for it.
+    """Return the guide of the answer after its reasoning, and the caller's field that asks for it;
+    or None.
 
     Args:
         style: how the model answers a chat.
         is_thinking: see the function of this name.
 
     Raises:
-        ApiError: a schema or a regex that cannot be kept to, or several wishes at a time.
+        ApiError: a schema or a regex that cannot be enforced, or several wishes at a time.
     """
     wishes = list(_wishes(fields, style))
     if len(wishes) > 1:
@@ -228,11 +228,11 @@ def request_options(
     headers: Mapping[str, str],
     adapter: str | None = None,
 ) -> RequestOptions:
-    """Return what the engine is asked besides prompt and sampling.
+    """Return the engine's options of a request, in addition to prompt and sampling.
 
     Args:
-        salt, tenant, headers: of the caller.
-        adapter: of the model that the request names.
+        salt, tenant, headers: those of the caller.
+        adapter: the one that the request's `model` names.
 
     Raises:
         ApiError: an illegal value, with its field.
@@ -256,11 +256,11 @@ def request_options(
 def sampling_params(
     tokenizer: Tokenizer, fields: GenerationFields, max_tokens: int
 ) -> SamplingParams:
-    """Return what the engine samples by.
+    """Return the engine's sampling parameters for a request.
 
     Args:
-        tokenizer: for words.
-        max_tokens: of the answer.
+        tokenizer: tokenizes the words of `bad_words`.
+        max_tokens: most tokens of the answer.
 
     Raises:
         ApiError: an illegal value, with its field.

@@ -46,11 +46,11 @@ HOSTED = (
     *("tool_search", "web_search", "web_search_2025_08_26", "web_search_preview"),
     "web_search_preview_2025_03_11",
 )
-"""Kinds of tools that OpenAI's servers or models know: they are left out."""
+"""Kinds of tools that only OpenAI's servers or models know. They are left out."""
 _ENCRYPTED = "reasoning.encrypted_content"
 _LOGPROBS = "message.output_text.logprobs"
 DEFAULT_NAMESPACE = "functions"
-"""Its functions have no prefix."""
+"""Namespace whose functions have no prefix."""
 LIMITS = ("max_tokens", "max_completion_tokens")
 """Other names of `max_output_tokens`. A body may have several of them, with one value."""
 
@@ -62,7 +62,7 @@ class FlatTool(Function):
     """The kind of the tool."""
 
     def function(self, name: str) -> Json:
-        """Return what the model sees, by this name."""
+        """Return the function that the model sees under this name."""
         return self.model_dump(exclude={"type"}, exclude_unset=True) | {"name": name}
 
 
@@ -79,7 +79,7 @@ class CustomTool(Fields):
     """The form of the input. A grammar's definition is shown to the model, and not enforced."""
 
     def function(self, name: str) -> Json:
-        """See `FlatTool`."""
+        """Return the function that the model sees under this name, with the parameter `input`."""
         about = [self.description, (self.format or {}).get("definition")]
         text = "\n\n".join(each for each in about if isinstance(each, str))
         return {"name": name, "description": text, "parameters": _CUSTOM_PARAMETERS}
@@ -160,7 +160,7 @@ Item = Annotated[
 
 
 class ResponseChat(ChatFields):
-    """The chat that a response is made as."""
+    """The chat that the body of a response becomes."""
 
     own_names: ClassVar = {
         **dict.fromkeys(LIMITS, "max_output_tokens"),
@@ -212,7 +212,7 @@ class ResponseFields(OtherFields, SharedChatFields):
         super().check()
 
     def to_chat(self) -> ChatFields:
-        """The same as a chat.
+        """Return the body as a chat.
 
         Raises:
             ApiError: an item that no chat has.
@@ -243,7 +243,7 @@ class ResponseFields(OtherFields, SharedChatFields):
         )
 
     def _each_tool(self) -> Iterator[tuple[str | None, InnerTool]]:
-        """Tools, and their namespace."""
+        """Yield each tool after its namespace, which may be None."""
         for tool in self.tools or ():
             if isinstance(tool, NamespaceTool):
                 yield from ((tool.name, inner) for inner in tool.tools)
@@ -252,7 +252,7 @@ class ResponseFields(OtherFields, SharedChatFields):
 
     @cached_property
     def origins(self) -> dict[str, tuple[str | None, FlatTool | CustomTool]]:
-        """Names that the model sees -> what the caller named so: a tool, and its namespace."""
+        """Names that the model sees -> the caller's namespace and tool."""
         return {
             full_name(tool.name, namespace): (namespace, tool)
             for namespace, tool in self._each_tool()
@@ -260,7 +260,7 @@ class ResponseFields(OtherFields, SharedChatFields):
         }
 
     def _note_left_out(self, text: TextOptions) -> None:
-        """Take note of what this server does not do."""
+        """Note what of the request this server does not do."""
         if text.verbosity not in (None, "medium"):
             self.note("left out text.verbosity")
         for _, tool in self._each_tool():
@@ -288,14 +288,14 @@ _CUSTOM_PARAMETERS: Json = {
 
 
 def full_name(name: str, namespace: str | None) -> str:
-    """Return what the model sees."""
+    """Return the name of a tool that the model sees."""
     if namespace in (None, DEFAULT_NAMESPACE):
         return name
     return f"{namespace.removesuffix('__')}__{name}"
 
 
 def _messages_of(item: Json, note: Callable[[str], None]) -> Iterator[Json]:
-    """note: takes what is left out."""
+    """Yield the messages of an item. `note` is called for what is left out."""
     kind = item.get("type", "message")
     if kind == "message":
         yield {"role": item.get("role"), "content": _text_of(item.get("content"))}
@@ -332,12 +332,12 @@ _HOSTED_ITEM = re.compile(
     r"\w+_call(_output)?|mcp_\w+|tool_search_output|\w*compaction\w*|additional_tools"
     "|agent_message|ghost_snapshot"
 )
-"""Kinds of items that stand for work of OpenAI's servers: they are left out."""
+"""Kinds of items that stand for work of OpenAI's servers. They are left out."""
 
 
 def _joined(messages: Iterator[Json], note: Callable[[str], None]) -> Iterator[Json]:
     """Join what the model said in a row into one message: its reasoning, a text, calls. Reasoning
-    alone is left out. note: takes what is left out."""
+    alone is left out, which `note` is called for."""
     last: Json = {}
     end: Json = {"role": None}  # of what was said before
     for message in (*messages, end):
@@ -355,11 +355,11 @@ def _joined(messages: Iterator[Json], note: Callable[[str], None]) -> Iterator[J
 
 
 _MARK = "mh1."
-"""Begins `encrypted_content` of this server's."""
+"""The beginning of this server's `encrypted_content`."""
 
 
 def _reasoning_of(item: Json) -> str | None:
-    """The text of a reasoning item of a former answer; None: it is another server's."""
+    """Return the text of a former answer's reasoning item, or None if it is another server's."""
     parts = item.get("content")
     if parts not in (None, []):
         return _text_of(parts, ("reasoning_text",))
@@ -387,18 +387,18 @@ def _text_of(content: Any, types: Sequence[str] = PART_TYPES) -> str:
 
 
 def _input_of(arguments: str) -> str:
-    """The text that a custom tool is called with; all of the arguments if the model named it
-    otherwise."""
+    """Return the text that a custom tool is called with: the parameter `input` or the only one, or
+    all of the arguments if that is no text."""
     given = json.loads(arguments)
     values = [given["input"]] if "input" in given else [*given.values()]
     return values[0] if len(values) == 1 and isinstance(values[0], str) else arguments
 
 
 class TextLogProbs:
-    """Log-probabilities of an answer's texts: each token's belong to the text in which it begins.
+    """Log-probabilities of an answer's texts. Those of a token belong to the text in which it
+    begins.
 
-    Args:
-        answer: writes them.
+    answer: writes the log-probabilities.
     """
 
     def __init__(self, answer: Answer):
@@ -407,7 +407,7 @@ class TextLogProbs:
         self._written, self._end = bytearray(), 0
 
     def add(self, said: GenerationResult | RequestOutput) -> None:
-        """Take note of tokens."""
+        """Keep the log-probabilities of new tokens."""
         given = said.token_ids, said.log_probs, said.top_n_logprobs
         found = self._answer.logprobs(*given, 0)
         for entry in [] if found is None else found["content"]:
@@ -415,7 +415,7 @@ class TextLogProbs:
             self._written += bytes(entry["bytes"])
 
     def take(self, text: str) -> list[Json]:
-        """Return those of the next text, which follows the last one, or marks after it."""
+        """Return those of the next text, which follows the last one or marks after that."""
         given = text.encode()
         start = max(self._end, self._written.find(given, self._end))
         self._end = start + len(given)
@@ -428,8 +428,8 @@ class ResponseAnswer(EventAnswer):
     """The answer to one request of this route.
 
     Args:
-        answer: the same to a chat.
-        fields: of the request.
+        answer: the answer to the request's chat.
+        fields: those of the request.
     """
 
     def __init__(self, answer: Answer, fields: ResponseFields):
@@ -439,12 +439,12 @@ class ResponseAnswer(EventAnswer):
         self._reason = ""
 
     def last(self, prefixes: Sequence[PrefixReport], num_generated: int) -> list[Json]:
-        """The events at the end."""
+        """Return the events at the end."""
         body = self._body(prefixes[0], num_generated)
         return [self._event(f"response.{self._status}", response=body)]
 
     def error(self, error: ApiError) -> Json:
-        """The event of a failure."""
+        """Return the event of a failure."""
         code = error.code or error.body["error"]["type"]
         about = {"code": code, "message": str(error), "param": error.param}
         return self._event("error", **about)
@@ -551,7 +551,7 @@ class ResponseAnswer(EventAnswer):
         return {"type": kind, "sequence_number": self._num_events - 1, **fields}
 
     def _body(self, report: PrefixReport | None, num_generated: int) -> Json:
-        """report: None: the answer has just begun."""
+        """Return the body. `report` is None if the answer has just begun."""
         fields, usage = self._fields, None
         status = "in_progress" if report is None else self._status
         if report is not None:

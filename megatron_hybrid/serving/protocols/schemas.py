@@ -1,4 +1,4 @@
-"""Types of what routes answer: /openapi.json is made of them, and tests hold answers to them."""
+"""Types of the answers of routes: /openapi.json is made from them, and tests check answers."""
 
 from typing import Any, Literal, NotRequired
 
