@@ -34,8 +34,8 @@ class KvPublisher:
     """The sockets, and from `begin` on a thread that publishes. A context manager.
 
     Args:
-        endpoint: listens there, such as on "tcp://127.0.0.1:5557"; a port * takes any free one.
-        replay_endpoint: listens there for replays; "" allows no replays.
+        endpoint: address to listen at, such as "tcp://127.0.0.1:5557"; * is any free port.
+        replay_endpoint: address to listen at for replays; "" offers none.
         topic: that of all messages.
 
     Raises:

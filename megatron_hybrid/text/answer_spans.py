@@ -28,11 +28,11 @@ Answer = tuple[int, int, float]
 LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e3
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-"""Around the model's words, in a rendering that marks them: no characters of any text."""
+"""Characters of no text, around the model's words in a rendering that marks them."""
 _PIECES = re.compile(r"<[^<>]*>|\s|[^<\s]+|<")
-"""Marks, spaces and words: two texts part between them."""
+"""Marks, spaces and words. Where two texts begin to differ, a piece begins."""
 _THOUGHTS = re.compile(r"(<think>\s*(</think>)?|\[THINK\]|<\|channel>\w*\s*(<channel\|>)?)\s*\Z")
-"""The start of thoughts, or empty ones, at the end of a prompt: a part of the answer."""
+"""The start of thoughts, or empty ones, at the end of a prompt. They belong to the answer."""
 
 
 def render_with_answers(
@@ -52,18 +52,18 @@ def render_with_answers(
 
     Args:
         template: writes the conversation.
-        messages: as of `ChatTemplate.render`.
-        variables: of the template, tools among them.
+        messages: those of `ChatTemplate.render`.
+        variables: those of the template, tools among them.
         train_on: see `TrainOn`.
         marked: a template for training, with `{% generation %}` blocks, that writes the same text.
 
     Returns:
-        The text, each answer in it, ascending, and where the words of each end,
-        after which there is what ends its turn (None: the template marks the answers).
+        The text; each answer in it, ascending; and where the words of each answer end, before what
+        ends its turn, or None if the template marks the answers.
 
     Raises:
         ValueError, TypeError: as `ChatTemplate.render`; or no message is to be trained, or the
-            place of one cannot be told, or `marked` writes another text.
+            place of one cannot be found, or `marked` writes another text.
     """
     conversation = template.conversation(messages, variables)
     answers = _Answers(template, conversation)
@@ -97,7 +97,7 @@ def render_with_answers(
 
 
 def text_after(template: ChatTemplate, messages: Sequence[Message], variables: Mapping) -> str:
-    """Return what follows the last answer when the conversation goes on; "": it cannot be told."""
+    """Return what follows the last answer when the conversation goes on, "" if that is unknown."""
     answers = _Answers(template, template.conversation(messages, variables))
     role = "tool" if answers.messages[-1].get("tool_calls") else "user"
     more = [*answers.messages, {"role": role, "content": OTHER}]
@@ -108,7 +108,7 @@ def trained_roles(train_on: TrainOn) -> tuple[str, ...]:
     """Return the roles of messages that may be trained.
 
     Raises:
-        ValueError: it is neither "all" or "last", nor roles with commas between them.
+        ValueError: `train_on` is not "all", "last", or roles with commas between them.
     """
     roles = ("assistant",) if train_on in ("all", "last") else tuple(train_on.split(","))
     if not set(roles) <= set(ROLES):
@@ -126,7 +126,7 @@ def is_marked(template: ChatTemplate) -> bool:
 
 
 def _weights(messages: Sequence[Message], train_on: TrainOn) -> dict[int, float]:
-    """Return the weights of the messages of trained roles by their index; 0: it is left out."""
+    """Return the weights of messages of trained roles by index; 0 leaves a message out."""
     roles = trained_roles(train_on)
     weights = {i: 1.0 for i, message in enumerate(messages) if message["role"] in roles}
     if train_on == "last":
@@ -151,7 +151,7 @@ def _weights(messages: Sequence[Message], train_on: TrainOn) -> dict[int, float]
 
 
 class _MarkedGeneration(Generation):
-    """Renders marks around the body."""
+    """An extension that renders marks around the body."""
 
     def around(self, body: list[nodes.Node]) -> list[nodes.Node]:
         before, after = (nodes.Output([nodes.TemplateData(mark)]) for mark in (_OPEN, _CLOSE))
@@ -159,7 +159,7 @@ class _MarkedGeneration(Generation):
 
 
 _with_marks = lru_cache(maxsize=8)(partial(ChatTemplate, generation=_MarkedGeneration))
-"""(source, origin) -> the template that renders marks; a compiled one is kept."""
+"""(source, origin) -> the template that renders marks; compiled ones are kept."""
 
 
 def _marked_spans(template: ChatTemplate, answers: _Answers) -> list[tuple[int, int]]:
@@ -186,10 +186,10 @@ def _marked_spans(template: ChatTemplate, answers: _Answers) -> list[tuple[int, 
 
 
 class _Answers:
-    """Finds the answers of one conversation by what renderings of its beginnings have in common.
+    """The answers of one conversation, found by what renderings of its beginnings have in common.
 
-    Where a template writes a message in another way when the conversation goes on, such as without
-    its thoughts, only what is next to the message is compared: the text between it and the next.
+    Some templates write a message differently when the conversation goes on, such as without its
+    thoughts. Then only the text between the message and the next one is compared.
     """
 
     def __init__(self, template: ChatTemplate, conversation: Conversation):
@@ -230,11 +230,11 @@ class _Answers:
         return [len(text) if text and self.text.startswith(text) else None for text in texts]
 
     def first_place(self, index: int) -> int:
-        """Return the first place that depends on what a message says; the end: there is none."""
+        """Return the first place that depends on what a message says, the end if none does."""
         return common_length(self.text, self._other(self.messages, index) or self.text)
 
     def words_end(self, index: int) -> int:
-        """Return where the words of a message end; the start of the text: it cannot be told."""
+        """Return where the words of a message end, or 0 if that is unknown."""
         follows = self.after(self.messages, index)
         return 0 if follows is None else len(self.text) - len(follows)
 
@@ -280,7 +280,7 @@ class _Answers:
         return len(self.text) - len(follows) + length
 
     def after(self, messages: list, index: int, add_generation_prompt: bool = False) -> str | None:
-        """Return what is written after a message; None: it cannot be told."""
+        """Return the text that is written after a message, or None if it is unknown."""
         is_whole = messages is self.messages
         text = self.text if is_whole else self._try(messages, add_generation_prompt)
         other = self._other(messages, index, add_generation_prompt)
@@ -289,8 +289,8 @@ class _Answers:
         return text[len(text) - common_length(text[::-1], other[::-1]) :]
 
     def _other(self, messages: list, index: int, add_generation_prompt: bool = False) -> str | None:
-        """Return a rendering in which this message says something else: in all it has, or, if the
-        template refuses that, in all but its content."""
+        """Return a rendering in which all words of this message differ, or all but its content if
+        the template refuses that; None if it refuses both."""
         for with_content in (True, False):
             other = _with_other_words(messages[index], with_content)
             changed = [*messages[:index], other, *messages[index + 1 :]]
@@ -300,7 +300,7 @@ class _Answers:
 
 
 def _header(template: ChatTemplate, conversation: Conversation) -> str:
-    """Return the header of an answer's turn, without an opening of thoughts; "": there is none."""
+    """Return the header of an answer's turn, without an opening of thoughts; "" for none."""
     question = [{"role": "user", "content": OTHER}]
     plain, asked = (template.try_run(conversation, question, asks) for asks in (False, True))
     if plain is None or asked is None:
@@ -310,7 +310,7 @@ def _header(template: ChatTemplate, conversation: Conversation) -> str:
 
 
 def _common_pieces(first: str, second: str) -> int:
-    """Number of leading characters that two texts share, in whole pieces."""
+    """Count the leading characters that two texts share, in whole pieces."""
     if first.startswith(second):
         return len(second)
     end = common_length(first, second) + 64  # in a piece that differs, at most

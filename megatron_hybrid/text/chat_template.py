@@ -24,15 +24,15 @@ Message = Mapping[str, Any]
 PART_TYPES = ("text", "input_text", "output_text", "refusal")
 """Types of the parts of a content that are texts."""
 OF_TEMPLATE = {"add_generation_prompt", "continue_final_message", "messages", "tokenize", "tools"}
-"""What `chat_template_kwargs` cannot change."""
+"""Variables that `chat_template_kwargs` cannot change."""
 INSTRUCTING = ("system", "developer")
 """Roles of messages shared at the start of many conversations."""
 MAX_ROLES = 32
-"""Most roles of which a template remembers something."""
+"""Most roles whose forms of content a template remembers."""
 
 
 OTHER = "\ufdd2"
-"""A content that no text begins or ends with."""
+"""A content that no real text begins or ends with."""
 
 
 def check_messages(messages: Sequence) -> None:
@@ -56,7 +56,7 @@ def check_messages(messages: Sequence) -> None:
 
 
 def common_length(first: Sequence, second: Sequence) -> int:
-    """Number of leading elements that two sequences share."""
+    """Count the leading elements that two sequences share."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
@@ -72,8 +72,8 @@ class TextTooLongError(ValueError):
 
     Args:
         message: names the size and the limit.
-        num_tokens: fewest that the text may have.
-        max_tokens: of the context.
+        num_tokens: fewest tokens that the text may have.
+        max_tokens: tokens of the context.
     """
 
     def __init__(self, message: str, num_tokens: int, max_tokens: int):
@@ -82,12 +82,12 @@ class TextTooLongError(ValueError):
 
 
 class ChatTemplate:
-    """One template; compiled at its first use.
+    """One template, which is compiled at its first use.
 
     Args:
         source: the Jinja text.
         origin: its file or field, for errors.
-        generation: renders `{% generation %}` blocks; None: `Generation`.
+        generation: renders `{% generation %}` blocks; None takes `Generation`.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class ChatTemplate:
         with the next turn of this conversation: some templates render past answers with another
         header, or without their reasoning.
 
-        full: what the template has written of the conversation.
+        full: the text that the template has written of the conversation.
 
         Returns:
             Ascending character positions, each once; the last one may be the end.
@@ -153,13 +153,13 @@ class ChatTemplate:
         return sorted(forks - {None})
 
     def prepare(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Return messages as this template takes them. Rendering does that itself, and nothing to
-        messages that are so already.
+        """Return messages as this template takes them. Rendering does this itself; messages that
+        are prepared already do not change.
 
-        Tool calls have objects as arguments, which OpenAI's clients send as JSON in strings, or
-        else such strings; a list of texts is one text, unless the template takes parts, and a text
-        is such a list where it takes nothing else; a developer is the system where it knows no
-        developer.
+        Arguments of tool calls, which OpenAI's clients send as JSON in strings, become objects, or
+        stay strings if the template takes these. A list of texts becomes one text, unless the
+        template takes parts; a text becomes a list if the template takes only that. A developer
+        becomes the system if the template knows no developer.
 
         Raises:
             ValueError, TypeError: a message has no role or content, a part is no text, or the
@@ -207,18 +207,18 @@ class ChatTemplate:
     def conversation(
         self, messages: Sequence[Message], variables: Mapping[str, Any]
     ) -> Conversation:
-        """Return what `run` takes: prepared messages, and variables, as plain JSON values."""
+        """Return the input of `run`: prepared messages, and variables, as plain JSON values."""
         return Conversation(self.prepare(messages), variables)
 
     def _probe(self, messages: Sequence[Message]) -> str:
-        """Return what is written of a short chat as it is; "": it is refused."""
+        """Render a short chat without preparing it. Return "" if the template refuses it."""
         conversation = Conversation(messages, {"tools": None})
         return self.try_run(conversation, conversation.messages) or ""
 
     def _forms_of(self, role: str) -> tuple[bool, bool]:
-        """Return whether a message of this role may have a list of parts as its content, [{"type":
-        "text", "text": ...}], whose texts it writes; and whether it has to have one of one part, as
-        in some templates of models that see images."""
+        """Return whether the content of this role may be a list of parts, [{"type": "text", "text":
+        ...}], whose texts the template writes; and whether it has to be such a list, as in some
+        templates of models that see images."""
         texts = [f"part {letter} of {role}" for letter in "ab"]
         parts = [{"type": "text", "text": text} for text in texts]
         before = [] if role in ("user", *INSTRUCTING) else [{"role": "user", "content": "?"}]
@@ -232,7 +232,7 @@ class ChatTemplate:
 
     @cached_property
     def takes_argument_texts(self) -> bool:
-        """Whether the arguments of calls have to be JSON in a text: it writes them as they are."""
+        """Whether arguments of calls have to be JSON in a text, which it writes as it is."""
 
         def written(arguments: Any) -> str:
             function = {"name": "f", "arguments": arguments}
@@ -256,8 +256,8 @@ class ChatTemplate:
     def _parting(
         self, full: str, conversation: Conversation, other, add_generation_prompt: bool
     ) -> int | None:
-        """Return how many characters a rendering shares with the one of messages that have
-        `OTHER`; None: it is not shown, or refused."""
+        """Count the characters that a rendering shares with that of messages with `OTHER`. Return
+        None if the template does not show that, or refuses it."""
         text = self.try_run(conversation, other, add_generation_prompt)
         return common_length(full, text) if text and OTHER in text else None
 
@@ -273,7 +273,7 @@ class ChatTemplate:
             raise ValueError(f"{self.origin} is no Jinja template: {error}") from error
 
     def run(self, conversation: Conversation, messages, add_generation_prompt: bool) -> str:
-        """Return what the template writes."""
+        """Return the text that the template writes."""
         given = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         compiled = self._compiled
         try:
@@ -284,7 +284,7 @@ class ChatTemplate:
     def try_run(
         self, conversation: Conversation, messages, add_generation_prompt: bool = False
     ) -> str | None:
-        """Return what the template writes; None: it refuses these messages."""
+        """Return the text that the template writes, or None if it refuses these messages."""
         try:
             return self.run(conversation, messages, add_generation_prompt)
         except ValueError:
@@ -324,7 +324,7 @@ def _part_text(index: int, part: Any) -> str:
 
 
 def _with_arguments(place: str, call: Any, as_text: bool) -> dict[str, Any]:
-    """Return a tool call whose arguments are an object, or the JSON of one. place: of it, for
+    """Return a tool call whose arguments are an object, or the JSON of one. `place` names it in
     errors."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
@@ -350,14 +350,14 @@ def _with_arguments(place: str, call: Any, as_text: bool) -> dict[str, Any]:
 
 
 def with_other_content(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message of which nothing but the content differs."""
+    """Return a message that differs only in its content, which is `OTHER`."""
     parts = isinstance(message.get("content"), list)
     return {**message, "content": [{"type": "text", "text": OTHER}] if parts else OTHER}
 
 
 class Generation(Extension):
-    """Renders only the body of `{% generation %}...{% endgeneration %}`, which marks the model's
-    words for training."""
+    """An extension for `{% generation %}...{% endgeneration %}`, which marks the model's words for
+    training: it renders only the body."""
 
     tags = {"generation"}  # noqa: RUF012
 

@@ -24,7 +24,7 @@ Encoded = tuple[list[int], list[Answer]]
 """Tokens of a conversation, and its answers."""
 
 SPAN = np.dtype([("start", np.int32), ("end", np.int32), ("weight", np.float32)])
-"""An answer, as datasets have it: tokens [start, end) of its conversation."""
+"""An answer in the form of datasets: tokens [start, end) of its conversation."""
 
 _OF_PAIRS = '; a preference has "chosen", "rejected" and, for texts, "prompt"'
 
@@ -35,8 +35,8 @@ def token_dtype(vocab_size: int) -> type[np.integer]:
 
 
 def chat_variables(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record's tools and `chat_template_kwargs`; datasets whose columns are of one type
-    have them as JSON. Raises ValueError for others."""
+    """Return a record's tools and `chat_template_kwargs`, or raise ValueError for other types.
+    Datasets whose columns have one type hold them as JSON."""
     given = {}
     for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
         value = fields.get(name) or None
@@ -54,7 +54,7 @@ class EncodedChunk:
     """Documents of a chunk, in order; those without text are left out."""
 
     bytes_read: int
-    """Bytes read, as in `Chunk`."""
+    """Bytes read of the file, as in `Chunk`."""
     tokens: np.ndarray
     """Tokens of all documents, one after the other."""
     lengths: list[int]
@@ -71,13 +71,13 @@ class DocumentEncoder:
     """Encodes the documents of chunks.
 
     Args:
-        folder: of the tokenizer.
-        key: field of the text or, with chat, of the messages; of preferences "chosen".
+        folder: that of the tokenizer.
+        key: field of the text or, with chat, of the messages; "chosen" for preferences.
         chat: documents are conversations, with their tools in the field "tools".
         append_eod: end each text with the tokenizer's end token.
         train_on: messages of a conversation that are trained; see `TrainOn`.
         marked: source of a template that marks answers, or None; see `render_with_answers`.
-        preferences: with chat: records are preferences, of which each makes two conversations.
+        preferences: with chat, records are preferences, and each makes two conversations.
     """
 
     def __init__(
@@ -147,8 +147,8 @@ class DocumentEncoder:
         )
 
     def _pair(self, fields: Mapping[str, Any], given: Mapping[str, Any]) -> list[Encoded]:
-        """The chosen conversation of a preference, and the rejected one. They are texts after a
-        prompt, or messages after those in "prompt" or after their common beginning."""
+        """Return the chosen conversation of a preference, and the rejected one. They are texts
+        after a prompt, or messages after those in "prompt" or after their common beginning."""
         prompt, *pair = (fields.get(name) for name in ("prompt", "chosen", "rejected"))
         kind = str if isinstance(pair[0], str) else list
         if not all(isinstance(each, kind) and each for each in pair):
@@ -174,9 +174,9 @@ class DocumentEncoder:
 
 
 def encode_all(chunks: Iterator[Chunk], arguments: tuple, workers: int) -> Iterator[EncodedChunk]:
-    """Encode chunks in as many processes, in order; two for each process wait at most.
+    """Encode chunks in `workers` processes, in order. At most two chunks for each process wait.
 
-    arguments: of `DocumentEncoder`.
+    arguments: those of `DocumentEncoder`.
 
     Raises:
         RuntimeError: a process died.

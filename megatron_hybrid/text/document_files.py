@@ -16,11 +16,11 @@ from megatron_hybrid.utils.validation import check_text, json_value
 JSONL, TEXT = (".jsonl", ".ndjson", ".json"), (".txt", ".text", ".md")
 TABLES, COMPRESSED = (".parquet", ".arrow"), (".gz", ".zst")
 STDIN = Path("-")
-"""The standard input, of JSONL."""
+"""The standard input, which has JSONL."""
 CHUNK_BYTES = 1 << 20
-"""Text of a chunk, about: some tenths of a second of work."""
+"""About how many bytes a chunk has: some tenths of a second of work."""
 LARGEST_RECORD = 16 << 20
-"""Bytes of a line, a text or a row, at most: to encode a text takes some 150 times its size."""
+"""Most bytes of a line, a text or a row: to encode a text takes some 150 times its size."""
 BY_KEY = "; choose one by --key"
 _ROWS = 256
 
@@ -35,23 +35,23 @@ class Chunk:
 
     path: Path
     first: int
-    """Number of the first record from 1: a line of the file, or a row of the table."""
+    """Number of the first record, from 1: a line of the file, or a row of the table."""
     records: list[bytes] | list[dict[str, Any]]
     """Lines, the whole of a text file, or rows of a table."""
     bytes_read: int
-    """Bytes of the file, compressed as it is, since the chunk before."""
+    """Bytes read of the file, in its compressed form, since the chunk before."""
 
     def place(self, index: int) -> str:
-        """Name of a record, for errors."""
+        """Return the name of a record, for errors."""
         between = ", row " if _format(self.path) in TABLES else ":"
         return f"{self.path}{between}{self.first + index}"
 
     def parse(self, index: int, key: str, remedy: str = "") -> dict[str, Any] | None:
-        """The fields of a record. Of a text, its own under `key`. None: an empty line. remedy: of a
-        record that lacks the field.
+        """Return the fields of a record, or None for an empty line. A text is the field `key`.
+        `remedy` ends the error for a record that lacks this field.
 
         Raises:
-            BrokenRecordError: it has no fields, or not the one of this key, or is too large.
+            BrokenRecordError: the record has no fields, lacks this one, or is too large.
         """
         fields = self.records[index]
         if isinstance(fields, bytes):
@@ -77,8 +77,8 @@ class Chunk:
         return fields
 
     def texts(self, key: str) -> Iterator[str | BrokenRecordError]:
-        """Return the text of each record, or the error that names the record; "" where it is empty
-        or null. Empty lines are no records."""
+        """Yield the text of each record, "" if it is empty or null, or an error that names the
+        record. Empty lines are not records."""
         for index in range(len(self.records)):
             try:
                 fields = self.parse(index, key, BY_KEY)
@@ -103,13 +103,13 @@ _TOO_LARGE = (
 
 
 def check_files(paths: Sequence[str | os.PathLike], with_stdin: bool = False) -> list[Path]:
-    """The files as paths. A folder of Hugging Face `datasets` stands for its files.
+    """Return the files as paths. A folder of Hugging Face `datasets` stands for its files.
 
     with_stdin: "-" is the standard input.
 
     Raises:
-        ValueError: one does not exist, or is of no format that `read_chunks` knows.
-        ImportError: tables and .zst need pyarrow.
+        ValueError: a file does not exist, or has a format that `read_chunks` does not know.
+        ImportError: tables and .zst need pyarrow, which is missing.
     """
     found = []
     for path in map(Path, paths):
@@ -141,10 +141,10 @@ def _files_of_dataset(folder: Path) -> list[Path]:
 
 
 def read_chunks(path: Path, one_per_line: bool = False) -> Iterator[Chunk]:
-    """Read a file that `check_files` knows.
+    """Yield the chunks of a file that `check_files` has accepted.
 
     Args:
-        one_per_line: each line of a text file is a document; else the file is one.
+        one_per_line: each line of a text file is a document; otherwise the whole file is one.
 
     Raises:
         ValueError: the file cannot be read.
@@ -171,7 +171,7 @@ def read_chunks(path: Path, one_per_line: bool = False) -> Iterator[Chunk]:
             while lines := content.readlines(CHUNK_BYTES):
                 if _format(path) in TEXT:
                     lines = [each.rstrip(b"\r\n") for each in lines]
-                cut = [each[: LARGEST_RECORD + 1] for each in lines]  # the encoder tells it
+                cut = [each[: LARGEST_RECORD + 1] for each in lines]  # the encoder reports it
                 place = seen + sum(map(len, lines)) if path == STDIN else file.tell()
                 yield Chunk(path, line, cut, place - seen)
                 seen, line = place, line + len(lines)
@@ -180,7 +180,7 @@ def read_chunks(path: Path, one_per_line: bool = False) -> Iterator[Chunk]:
 
 
 def read_texts(paths: Sequence[Path], key: str, one_per_line: bool = False) -> Iterator[str]:
-    """The texts of files, in order.
+    """Yield the texts of files, in order.
 
     Raises:
         ValueError: a file cannot be read, or a record has no text.
@@ -209,8 +209,8 @@ def _batches_of_rows(path: Path) -> Iterator[tuple[Any, int]]:
 
 
 def _value(value: Any, kind: Any) -> Any:
-    """A value of an Arrow type as JSONL has it: what `datasets` keeps as JSON is read, and mappings
-    lack the fields that are null, which Arrow adds where others have them."""
+    """Return a value of an Arrow type as JSONL has it: what `datasets` keeps as JSON is parsed, and
+    mappings lose the null fields that Arrow adds because other rows have them."""
     if isinstance(value, dict):
         fields = ((each.name, each.type) for each in kind)
         return {name: _value(value[name], of) for name, of in fields if value[name] is not None}
@@ -231,7 +231,7 @@ def _import_pyarrow() -> Any:
 
 
 def _format(path: Path) -> str:
-    """Ending of a file without that of compression; tables compress by themselves."""
+    """Return a file's ending before that of compression; "" for a table with such an ending."""
     if path == STDIN:
         return ".jsonl"
     plain = path.with_suffix("") if path.suffix in COMPRESSED else path

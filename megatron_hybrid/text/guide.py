@@ -42,7 +42,7 @@ class Guide:
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str, *, check: bool = True) -> Guide:
         """Return a guide of JSON that fits a schema (a JSON value, or its text). Declared
-        properties come in the order of the schema, others after them.
+        properties come in the order of the schema, and others after them.
 
         check: refuse a schema here that cannot be enforced; otherwise the engine refuses requests
         with it.
@@ -55,8 +55,8 @@ class Guide:
 
     @classmethod
     def structural_tag(cls, tag: Mapping[str, Any] | str, *, check: bool = True) -> Guide:
-        """Text with tags whose contents have a form: a structural tag of xgrammar (a JSON object,
-        or its text), with schemas as in `json_schema` and patterns as in `regex`.
+        """Return a guide of text with tags whose contents have a form: a structural tag of xgrammar
+        (a JSON object, or its text), with schemas and patterns as in `json_schema` and `regex`.
 
         check: as in `json_schema`.
 
@@ -84,7 +84,7 @@ class Guide:
     def after_reasoning(
         self, open: str, close: str, *, begins_inside: bool, prefix: str = ""
     ) -> Guide:
-        """A guide of reasoning with any text, followed by the form of this guide.
+        """Return a guide of reasoning with any text, followed by the form of this guide.
 
         Args:
             open, close: marks around the reasoning; if `close` is "", there is no reasoning.
@@ -106,7 +106,7 @@ class Guide:
 
     @property
     def format(self) -> dict[str, Any]:
-        """Return it as a format of a structural tag."""
+        """The guide as a format of a structural tag."""
         if self.kind == "json_schema":
             return {"type": "json_schema", "json_schema": json.loads(self.source)}
         if self.kind == "structural_tag":
@@ -119,14 +119,14 @@ class Guide:
 
     @classmethod
     def json_object(cls) -> Guide:
-        """Any JSON object."""
+        """Return a guide of any JSON object."""
         return cls("json_schema", '{"type": "object"}')
 
     @classmethod
     def regex(cls, pattern: str) -> Guide:
-        """A text that the whole pattern matches, as `re.fullmatch` with DOTALL and ASCII. The
-        engine refuses parts that it cannot enforce: lookahead, lookbehind, backreferences, flags,
-        word boundaries, `^` and `$` elsewhere than at the ends.
+        """Return a guide of a text that matches the whole pattern, as `re.fullmatch` with DOTALL
+        and ASCII. The engine refuses parts that it cannot enforce: lookahead, lookbehind,
+        backreferences, flags, word boundaries, `^` and `$` elsewhere than at the ends.
 
         Raises:
             TypeError: the pattern is not a str.
@@ -153,7 +153,7 @@ class Guide:
 
     @classmethod
     def choices(cls, texts: Iterable[str]) -> Guide:
-        """One of some texts.
+        """Return a guide of one of some texts.
 
         Raises:
             ValueError: there is no text, or a text is empty or not a str.
@@ -168,7 +168,7 @@ def grammar_of(guide: Guide) -> str:
     """Return the guide's grammar, as llguidance reads it.
 
     Raises:
-        ValueError: the guide cannot be kept to.
+        ValueError: the guide cannot be enforced.
     """
     texts = (guide.source,) if isinstance(guide.source, str) else guide.source
     if (size := sum(map(len, texts))) > MAX_CHARS:
@@ -206,7 +206,7 @@ _NO_ANSWER = "no answer fits, or no token of this tokenizer can begin one"
 
 
 def _told(message: str) -> str:
-    """Return what an error of llguidance says, without places in a grammar that nobody wrote."""
+    """Return an error of llguidance without its places in a grammar that the caller never saw."""
     line = _PLACE.sub("", message.strip()).split("\n", 1)[0].strip()
     if "oneOf" in line:
         return _ONE_OF
@@ -216,10 +216,10 @@ def _told(message: str) -> str:
 
 
 def _check(guide: Guide) -> str:
-    """Return the guide's grammar.
+    """Return the guide's grammar, after a trial by llguidance in another process.
 
     Raises:
-        ValueError: the guide cannot be kept to.
+        ValueError: the guide cannot be enforced.
     """
     grammar = grammar_of(guide)
     if error := error_of(grammar):
@@ -228,17 +228,17 @@ def _check(guide: Guide) -> str:
 
 
 class UnsatisfiableError(ValueError):
-    """No token can follow an answer by what its request asks for, which is found out late: the
-    request is at fault, not the server."""
+    """The request allows no token after the answer so far. It is found out late, but the request is
+    at fault, not the server."""
 
 
 class GuideCompiler:
     """Compiles guides for one tokenizer and model. Any thread may use it.
 
     Args:
-        token_bytes: of each id: `Tokenizer.token_bytes`. Ids beyond these, and those without bytes,
-            are never allowed.
-        vocab_size: of the model.
+        token_bytes: `Tokenizer.token_bytes`, those of each id. Ids beyond these, and ids without
+            bytes, are never allowed.
+        vocab_size: that of the model.
 
     Raises:
         ImportError: llguidance is missing.
@@ -252,7 +252,7 @@ class GuideCompiler:
         """Return the matcher of a new answer, which the stop tokens may end.
 
         Raises:
-            ValueError: the guide cannot be kept to, by none of the tokens.
+            ValueError: the guide cannot be enforced, or allows no first token.
         """
         stops = list(stop_ids)
         matcher = GuideMatcher(self.compile(guide).deep_copy(), stops, self._tokens)
@@ -264,10 +264,10 @@ class GuideCompiler:
         return matcher
 
     def compile(self, guide: Guide) -> Any:
-        """Return llguidance's matcher, which is kept: the guide's own are copies, made fast.
+        """Return llguidance's matcher, which is kept: each answer gets a copy, which is fast.
 
         Raises:
-            ValueError: the guide cannot be kept to.
+            ValueError: the guide cannot be enforced.
         """
         return self._kept(guide)
 
@@ -287,8 +287,8 @@ class _Vocabulary:
     """Holds the tokens of a tokenizer, as llguidance knows them.
 
     Args:
-        texts: of each id.
-        size: of the model's vocabulary.
+        texts: bytes of each id.
+        size: that of the model's vocabulary.
     """
 
     eos_token_id: int
@@ -300,7 +300,7 @@ class _Vocabulary:
         padded = np.zeros(-(-size // 32) * 32, bool)
         padded[:size] = list(map(bool, self.texts))
         self.usable = np.packbits(padded, bitorder="little").view(np.int32)
-        """The tokens that have a text, as bits of `GuideMatcher.allowed`."""
+        """The tokens that have a text, as bits like those of `GuideMatcher.allowed`."""
         # After the model's tokens: each byte, as which llguidance tokenizes texts of a grammar, and
         # an end, which is never drawn. 0xff begins special tokens.
         self._first_byte = size
@@ -310,13 +310,13 @@ class _Vocabulary:
         self.tokenizer = library().LLTokenizer(wrapper, n_vocab=len(self.tokens))
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Return tokens of a text, as llguidance asks for: bytes."""
+        """Return the tokens of a text for llguidance: one for each byte."""
         return [
             self._first_byte + byte for byte in (text.encode() if isinstance(text, str) else text)
         ]
 
     def bits(self, matcher: Any) -> np.ndarray:
-        """Return the tokens that may come next, as `GuideMatcher.allowed`."""
+        """Return the tokens that may come next, as bits like those of `GuideMatcher.allowed`."""
         words = np.frombuffer(matcher.compute_bitmask(), np.int32)
         return words[: len(self.usable)] & self.usable
 
@@ -324,8 +324,8 @@ class _Vocabulary:
 class GuideMatcher:
     """Says which tokens may come next in one answer.
 
-    A stop token is allowed where the answer may end, and ends it. Elsewhere one that has a text is
-    allowed only if no other token can follow: there it is text (`stops_are_text`).
+    A stop token is allowed where the answer may end, and ends it. Elsewhere a stop token that has a
+    text is allowed only if no other token can follow: there it is text (`stops_are_text`).
 
     Args:
         matcher: llguidance's.
@@ -338,16 +338,16 @@ class GuideMatcher:
         self._stops = np.array(sorted(stop_ids), np.int64)
         self._vocabulary = vocabulary
         self.num_tokens = 0
-        """Number of tokens that it has seen of the answer."""
+        """Number of tokens of the answer so far."""
         self._look()
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Go on by tokens of the answer.
+        """Add tokens of the answer.
 
         Raises:
             UnsatisfiableError: the guide allows no token of the tokenizer after them, or has become
                 too complex.
-            ValueError: it does not allow them.
+            ValueError: the guide does not allow them.
         """
         for token in tokens:
             if not self._accept(int(token)):
@@ -366,7 +366,7 @@ class GuideMatcher:
         return bool(self.allowed[token >> 5] >> (token & 31) & 1)
 
     def go_back_to(self, num_tokens: int) -> None:
-        """Take back the tokens after the first `num_tokens` (at least 1, if it has seen any)."""
+        """Remove the tokens after the first `num_tokens` (at least 1, if there are any)."""
         if num_tokens < self.num_tokens:
             self._matcher.rollback(self.num_tokens - num_tokens)
             self.num_tokens = num_tokens
@@ -394,10 +394,10 @@ class GuideMatcher:
         if may_end:
             np.bitwise_or.at(words, stops, bits)
         self.stops_are_text = not (may_end or may_go_on)
-        """The stop tokens that are allowed do not end the answer."""
+        """Whether the stop tokens that are allowed do not end the answer."""
         self.allowed = allowed if self.stops_are_text else others
         """int32 [ceil(vocab_size / 32)]: bit i % 32 of word i // 32 says whether token i may come
         next."""
         self.is_over = may_end and not may_go_on
-        """The answer is complete: only its end may follow."""
+        """Whether the answer is complete, so that only its end may follow."""
         self.is_stuck = self.stops_are_text and not allowed.any()

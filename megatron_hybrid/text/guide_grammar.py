@@ -1,7 +1,7 @@
 """Builds grammars of guides and writes them in Lark, as llguidance reads it.
 
-A grammar is a node. llguidance cuts a text into terminals, each as long as it can be. So what is
-regular up to the end of the answer is one terminal, in which each way to read the text counts;
+A grammar is a node. llguidance cuts a text into terminals, each as long as possible. So a part that
+is regular up to the end of the answer is one terminal, in which each way to read the text counts;
 elsewhere a terminal ends with a text.
 """
 
@@ -33,7 +33,7 @@ class Regex:
 
 @dataclass(frozen=True)
 class AnyText:
-    """Matches a text in which none of some texts is."""
+    """Matches a text that contains none of some texts."""
 
     excludes: tuple[str, ...] = ()
 
@@ -68,7 +68,7 @@ class Alt:
 
 @dataclass(frozen=True)
 class Repeat:
-    """Matches a part, `low` to `high` times; None: without a limit."""
+    """Matches a part `low` to `high` times; None sets no limit."""
 
     part: Node
     low: int
@@ -105,19 +105,19 @@ def lark(root: Node) -> str:
     """Write a grammar for llguidance.
 
     Raises:
-        ValueError: it is nested too deeply, or free text stands where its end cannot be found.
+        ValueError: the grammar is nested too deeply, or the end of free text cannot be found.
     """
     return _Writer().written(root)
 
 
 @dataclass(frozen=True)
 class _Rest:
-    """What comes after a node: a terminal's expression, then that of rules."""
+    """The grammar after a node: a terminal's expression, then that of rules."""
 
     terminal: str = ""
     rules: str = ""
     is_last: bool = True
-    """The answer ends with it."""
+    """Whether the answer ends with it."""
 
 
 class _Writer:
@@ -139,7 +139,7 @@ class _Writer:
         return self._terminals.setdefault(expression, f"T{len(self._terminals)}")
 
     def _terminal(self, node: Node) -> str | None:
-        """Return the expression of a regular node; "": it is empty; None: it is not regular."""
+        """Return the expression of a regular node, "" if it is empty; None if it is not regular."""
         self._depth += 1
         if self._depth > MAX_NESTING:
             raise ValueError(f"more than {MAX_NESTING} parts are inside of each other: flatten it")
@@ -203,7 +203,7 @@ class _Writer:
         return replace(rest, terminal="", rules=f"{own} {self._flushed(rest)}")
 
     def _chosen(self, options: Sequence[Node], rest: _Rest) -> str:
-        """Return one of some options and what comes after it, as a rule of its own."""
+        """Add a rule for one of some options and what comes after it. Return its name."""
         if rest.rules:
             rest = replace(rest, rules=self._new_rule(rest.rules))
         if len(rest.terminal) > 20:
@@ -222,7 +222,7 @@ class _Writer:
 
 
 def _is_simple(node: Node) -> bool:
-    """Return whether a regular node has no text in it that other terminals may begin with."""
+    """Return whether no text in a regular node may begin like other terminals."""
     match node:
         case Text(characters):
             return len(characters) == 1
@@ -244,7 +244,7 @@ def _times(low: int, high: int | None) -> str:
 # EBNF --------------------------------------------------------------------------------------------
 
 MAX_EBNF = 1 << 16
-"""Characters of a grammar."""
+"""Most characters of a grammar."""
 MAX_REPEATS = 1000
 """Most repetitions of a part, by braces."""
 _EBNF_TOKEN = re.compile(
@@ -257,7 +257,7 @@ def ebnf(source: str) -> Grammar:
     """Read a grammar in EBNF (GBNF).
 
     Raises:
-        ValueError: it is wrong, too long, nested too deeply, or repeats a part too often.
+        ValueError: the grammar is wrong, too long, nested too deeply, or repeats too often.
     """
     if len(source) > MAX_EBNF:
         raise ValueError(f"it has {len(source)} characters, the most is {MAX_EBNF}: shorten it")
@@ -298,7 +298,7 @@ def ebnf(source: str) -> Grammar:
 def _reached(rules: Mapping[str, Any], needed: Callable[[Any, int], int]) -> set[str]:
     """Return the names of llguidance's rules that are reached, from the ends of the grammar.
 
-    needed: returns how many parts of a node, of so many, must be reached for it to be.
+    needed: returns how many of a node's parts, given their number, must be reached before it is.
     """
     users, missing = defaultdict(list), {}  # by the id of a node, which may stand in many places
     nodes = [rule.alternatives for rule in rules.values()]

@@ -1,6 +1,6 @@
 """Writes regular expressions of guides in Rust's syntax: Python's, and those of JSON Schema.
 
-Python checks them. What Rust reads otherwise is written anew, or refused by its name.
+Python checks them. What Rust reads differently is rewritten, or refused by name.
 """
 
 import re
@@ -18,7 +18,7 @@ _WIDEST = {
 }
 """Categories by ECMAScript's rules or by those of Python for Unicode, and more."""
 _SCHEMA_ESCAPES = {*"dDsSwWnrtfvxu", *string.punctuation}
-"""What ECMAScript and Python read alike after a backslash."""
+"""Characters after a backslash that ECMAScript and Python read alike."""
 _SHORT = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a"}
 _PIECE = re.compile(
     r"(?P<escape>\\(?:x..|u....|U.{8}|.))|(?P<set>\[\^?\]?(?:\\.|[^\]\\])*\])"
@@ -43,7 +43,7 @@ def full_match(pattern: str) -> str:
     ASCII.
 
     Raises:
-        ValueError: the pattern is wrong, or has what no grammar holds.
+        ValueError: the pattern is wrong, or has a part that no grammar can express.
     """
     ways = (body for _, body, _ in _Reader(pattern, is_schema=False).ways)
     return f"(?:{'|'.join(ways)})"
@@ -57,7 +57,7 @@ def found_in(pattern: str) -> str:
     members of each set that has all control characters.
 
     Raises:
-        ValueError: the pattern is wrong, or has what no grammar holds.
+        ValueError: the pattern is wrong, or has a part that no grammar can express.
     """
     around = {True: "", False: "(?s:.*)"}
     ways = _Reader(pattern, is_schema=True).ways
@@ -73,7 +73,7 @@ class _Reader:
     """Reads a pattern, piece by piece.
 
     Args:
-        is_schema: it is one of JSON Schema.
+        is_schema: whether it is a pattern of JSON Schema.
     """
 
     def __init__(self, pattern: str, is_schema: bool):
@@ -90,7 +90,7 @@ class _Reader:
         self._is_schema = is_schema
         self._most = _WIDEST if is_schema else _ASCII
         self.ways: list[tuple[bool, str, bool]] = []
-        """Whether each branch begins with an anchor, what is between, and whether it ends with
+        """For each branch whether it begins with an anchor, its body, and whether it ends with
         one."""
         depth, begins, ends, body = 0, False, False, ""
         for found in _PIECE.finditer(pattern):

@@ -1,4 +1,4 @@
-"""Prepares JSON Schemas for llguidance: what its grammars hold stays, all else is refused by name.
+"""Prepares JSON Schemas for llguidance: what it can enforce stays, all else is refused by name.
 
 Formats become patterns of ours, patterns are written in the syntax that the library reads, and each
 `$ref` leads to a definition at the top.
@@ -23,9 +23,9 @@ MAX_WHITESPACE = 16
 """Most spaces and newlines in a row between two parts of a JSON answer. Without a limit a model may
 write nothing else until its answer is full."""
 MAX_DEPTH = 64
-"""Most schemas inside of each other."""
+"""Most schemas that may be nested."""
 MAX_SCHEMAS = 50_000
-"""Most schemas in one, those of a `oneOf` once for each time that they are mentioned."""
+"""Most schemas in one. Those of a `oneOf` count each time that they are mentioned."""
 
 ROOT = "x-megatron-hybrid-root"
 """Keyword of ours, which no caller uses: the schema that `$ref`s are relative to, if not this."""
@@ -44,8 +44,8 @@ _ANNOTATIONS = {
 _COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 _NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 _SIDES = {"exclusiveMinimum": 1, "exclusiveMaximum": -1}
-"""Where numbers lie. Llguidance allows a whole limit itself if a fraction less than 1 away is the
-other one: it is moved there, by as little as surely counts."""
+"""On which side of a limit its numbers lie. llguidance allows a whole limit itself if the other
+limit is a fraction less than 1 away: the limit is moved to this side by the least that counts."""
 _SCHEMA = {"items", "additionalProperties"}
 _LISTS = {"prefixItems", "anyOf", "oneOf", "allOf"}
 _MAPS = {"properties", "patternProperties"}
@@ -59,14 +59,14 @@ _VALUES: dict[str, Any] = {
     "required": list[str],
     **dict.fromkeys(("pattern", "format"), str),
 }
-"""Annotations of the values of keywords, where llguidance would take others."""
+"""Annotations of the values of keywords, where llguidance would accept others."""
 _HELD = _COUNTS | _NUMBERS | _SCHEMA | _LISTS | _MAPS | _AS_THEY_ARE
-"""All that are kept to."""
+"""All keywords that are enforced."""
 
 
 def _host(most: int, parts: int) -> str:
-    """Return host names of so many labels at most, each of 5 to `most` characters or fewer, without
-    "--" in their third place: only names of other scripts have it."""
+    """Return the pattern of host names of at most `parts` labels of at most `most` characters each,
+    without "--" in their third place, which only names in other scripts have."""
     any_, end = "[a-zA-Z0-9-]", "[a-zA-Z0-9]"
     middle = f"({end}{any_}|-{end})"
     label = f"{end}({any_}?{end}|{any_}{{2}}{end}|{any_}{middle}{any_}{{0,{most - 5}}}{end})?"
@@ -92,8 +92,8 @@ _WORD = "[0-9a-fA-F]{1,4}"
 
 
 def _ipv6() -> str:
-    """Return addresses of eight words, the last two of which may be an IPv4 address, and in which
-    "::" stands once for one or more of them (RFC 4291, section 2.2)."""
+    """Return the pattern of addresses of eight words, the last two of which may be an IPv4 address,
+    and in which "::" may stand once for one or more words (RFC 4291, section 2.2)."""
     words, mixed = [f"({_WORD}:){{7}}{_WORD}"], [f"({_WORD}:){{6}}{_IPV4}"]
     for before in range(8):
         start = f"({_WORD}:){{{before}}}" if before else ":"
@@ -115,9 +115,9 @@ _OWN_FORMATS = {
     "ipv6": _IPV6,
     "email": rf"({_ATOM}(\.{_ATOM})*|{_QUOTED})@({_HOST}|\[({_IPV4}|IPv6:{_IPV6})\])",
 }
-"""Patterns of formats that llguidance would hold otherwise: each day exists, seconds are from 0 to
-59, a host name has up to 253 characters, addresses may end in those of IPv4, and mailboxes be
-quoted (RFC 5321)."""
+"""Patterns of formats that llguidance would enforce differently: each day exists, seconds are from
+0 to 59, a host name has up to 253 characters, addresses may end in those of IPv4, and mailboxes may
+be quoted (RFC 5321)."""
 FORMATS = (*_OWN_FORMATS, "duration", "uuid", "uri")
 _FREE_FORMATS = ("double", "float", "password", "binary", "path")
 """Formats of OpenAPI and pydantic that forbid nothing."""
@@ -125,19 +125,19 @@ _INTEGERS = {
     "int32": {"minimum": -(1 << 31), "maximum": (1 << 31) - 1},
     "int64": {"minimum": -(10**18), "maximum": (1 << 63) - 1},
 }
-"""Limits of OpenAPI's formats of integers; llguidance does not hold -2^63."""
+"""Limits of OpenAPI's formats of integers; llguidance cannot enforce -2^63."""
 _WHITESPACE = {"whitespace_pattern": rf"[ \n\r\t]{{1,{MAX_WHITESPACE}}}"}
 _ESCAPES = {"json_allow_general_unicode_escapes": True}
 _NAMED_ONCE = {"json_allowed_escapes": 'nrbtf\\"'}
-"""Options of open objects, and of patterns of names. Without \\u a name has one spelling: another
-one of a declared name passes for no new name."""
+"""Options of open objects, and of patterns of names. Without \\u a name has one spelling, so that
+no second spelling of a declared name passes for a new name."""
 
 
 def prepared(schema: Any) -> dict[str, Any]:
     """Return a schema, a JSON value, as llguidance is to read it.
 
     Raises:
-        ValueError: it is wrong, or has what cannot be kept to.
+        ValueError: the schema is wrong, or has a part that cannot be enforced.
     """
     return _Schemas(schema).whole
 
@@ -150,7 +150,7 @@ class _Schemas:
     """Prepares a schema and those that its `$ref`s lead to, each once.
 
     Args:
-        root: of the schemas, to which a `$ref` is relative, unless it has another as its `ROOT`.
+        root: the schema. A `$ref` is relative to it, or to the one under its keyword `ROOT`.
     """
 
     def __init__(self, root: Any):
@@ -251,8 +251,8 @@ class _Schemas:
         return value
 
     def _option(self, option: Any, schema: Mapping[str, Any], depth: int) -> Any:
-        """Return a part of a `oneOf`, in place of its `$ref`: llguidance tells these apart. The
-        property that a `discriminator` names is required."""
+        """Return a part of a `oneOf` in place of its `$ref`, so that llguidance can distinguish the
+        parts. The property that a `discriminator` names becomes required."""
         while isinstance(option, Mapping) and option.keys() - _ANNOTATIONS == {"$ref"}:
             option, depth = target_of(self._root, option["$ref"]), depth + 1
             if depth > MAX_DEPTH:
@@ -295,7 +295,7 @@ def _common_multiple(first: Fraction, second: Fraction) -> Fraction:
 
 
 def _check_value(name: str, value: Any) -> None:
-    """Raise ValueError for a keyword's value that is none, where llguidance would not."""
+    """Raise ValueError for an illegal value of a keyword that llguidance would accept."""
     if name in _NUMBERS | {"const", "enum"}:
         check = partial(_check_digits, name)
         json.loads(json.dumps(value), parse_int=check, parse_float=check)
@@ -309,7 +309,7 @@ def _check_value(name: str, value: Any) -> None:
 
 
 def _limits(schema: Mapping[str, Any]) -> dict[str, int] | None:
-    """Return the limits that the format of an integer stands for; None: it has no such format."""
+    """Return the limits that the format of an integer stands for, None without such a format."""
     name, types = schema.get("format"), schema.get("type")
     types = types if isinstance(types, list) else [types]
     is_integer = all(each in ("integer", "null") for each in types)
@@ -317,14 +317,14 @@ def _limits(schema: Mapping[str, Any]) -> dict[str, int] | None:
 
 
 def _check_digits(name: str, number: str) -> None:
-    """Raise ValueError for a number that llguidance may change: it reads doubles, and rounds."""
+    """Raise ValueError for a number that llguidance may change, since it rounds to doubles."""
     _, digits, exponent = Decimal(number).normalize().as_tuple()
     if max(abs(float(number)), int("".join(map(str, digits)))) >= 1 << 53 or exponent < -22:
         _refuse(f"{name!r} with {number:.80}, which has more digits than a double surely holds,")
 
 
 def _check_ends(top: Any, definitions: Mapping[str, Any]) -> None:
-    """Raise ValueError for a definition that a value of no finite size fits: one that needs itself.
+    """Raise ValueError for a definition that needs itself, so that no finite value fits it.
 
     llguidance would let a model write on for ever.
     """
@@ -344,8 +344,8 @@ def _check_ends(top: Any, definitions: Mapping[str, Any]) -> None:
 
 
 def _ends(schema: Any, finite: set[str]) -> bool:
-    """Return whether a value of finite size may fit, given the definitions for which that is known.
-    A value of another type may fit a schema that leaves the type open."""
+    """Return whether a value of finite size may fit, given the definitions for which one does. A
+    value of another type may fit a schema that leaves the type open."""
     if not isinstance(schema, Mapping):
         return True
     if "$ref" in schema and schema["$ref"].removeprefix("#/$defs/") not in finite:

@@ -1,7 +1,7 @@
 """Reads structural tags: texts with tags in them, whose contents have a form.
 
-They are those of xgrammar. Its formats and their fields are on a list here, and all others are
-refused by name. Schemas and patterns in them are held as those of other guides are.
+They are those of xgrammar. Its formats and their fields are listed here, and all others are refused
+by name. Schemas and patterns in them are enforced like those of other guides.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_hybrid.text.guide_grammar import (
 from megatron_hybrid.utils.validation import Range, check_field, is_int
 
 MAX_DEPTH = 32
-"""Most formats inside of each other."""
+"""Most formats that may be nested."""
 _WHOLE = {"type", "format", "structures", "triggers", "at_least_one"}
 _TAGS = ("tags", "at_least_one", "stop_after_first")
 _FIELDS: dict[str, tuple[str, ...]] = {
@@ -44,7 +44,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 }
 """Formats, and their fields in addition to `type`."""
 _NEUTRAL = {"style": "json", "any_order": False}
-"""Fields of `json_schema` -> what they always are."""
+"""Fields of `json_schema` -> the only values that they may have."""
 _Text = Annotated[str, Range(ge=1)]
 _VALUES: dict[str, Any] = {
     **dict.fromkeys(("value", "begin", "end", "separator", "grammar", "pattern"), str),
@@ -52,7 +52,7 @@ _VALUES: dict[str, Any] = {
     **dict.fromkeys(("triggers", "excludes"), Annotated[list[_Text], Range(ge=1)]),
     **dict.fromkeys(("at_least_one", "stop_after_first"), bool | None),
 }
-"""Annotations of their values. Of texts and lists `excludes` alone may be missing."""
+"""Annotations of their values. Among texts and lists, only `excludes` may be missing."""
 _TIMES = {"optional": (0, 1), "plus": (1, None), "star": (0, None)}
 
 
@@ -86,11 +86,11 @@ def node_of(form: Any, depth: int = 0, kind: str | None = None) -> Node:
     """Return the node of a format.
 
     Args:
-        depth: it is inside of so many others.
+        depth: number of formats around it.
         kind: its type, where that may be left out.
 
     Raises:
-        ValueError: it is wrong, or has what cannot be kept to.
+        ValueError: the format is wrong, or has a part that cannot be enforced.
     """
     if not isinstance(form, Mapping):
         raise ValueError(f"a format must be an object, got {form!r:.80}")
@@ -147,7 +147,7 @@ def _separated(form: Mapping[str, Any], tags: list[Node], some: bool, one: bool)
 
 
 def _triggered(form: Mapping[str, Any], tags: list[Node], some: bool, one: bool) -> Node:
-    """Return tags with text between them. The first one, if it must come, comes at once."""
+    """Return tags with text between them. If a tag must come, the answer begins with it."""
     for tag in form["tags"]:
         if not tag["begin"].startswith(tuple(form["triggers"])):
             raise ValueError(f"the tag that begins with {tag['begin']!r:.80} has no trigger")
@@ -159,7 +159,7 @@ def _triggered(form: Mapping[str, Any], tags: list[Node], some: bool, one: bool)
 
 
 def _check_format(kind: Any, form: Mapping[str, Any]) -> None:
-    """Raise ValueError for a format or a field that is not known, or whose value is none."""
+    """Raise ValueError for a format or a field that is unknown, or has an illegal value."""
     if not isinstance(kind, str) or kind not in _FIELDS:
         raise ValueError(f"the format {kind!r:.80} is not supported: use {', '.join(_FIELDS)}")
     fields = _FIELDS[kind]

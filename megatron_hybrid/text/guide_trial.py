@@ -19,7 +19,7 @@ MAX_SECONDS = 3
 MAX_BYTES = 512 << 20
 """Bytes of memory for one guide."""
 _STACK = 1 << 20
-"""Bytes of stack: fewer than any thread that does the same work later has."""
+"""Bytes of stack: fewer than those of any thread that later does the same work."""
 _FATAL = {signal.SIGXCPU, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGKILL}
 """Signals by which a guide ends the process; others come from outside."""
 
@@ -38,7 +38,7 @@ def library() -> Any:
 
 
 def limits() -> Any:
-    """Return what llguidance itself bounds: the work of a compilation, and that of one token."""
+    """Return llguidance's own limits of the work of a compilation, and that of one token."""
     return library().LLParserLimits(
         max_items_in_row=2100,  # four for each of `guide_schema.MAX_OPTIONAL` properties
         initial_lexer_fuel=1_000_000,
@@ -49,9 +49,9 @@ def limits() -> Any:
 
 
 class Trial:
-    """Tries grammars in another process, which any thread may do. One that takes too much ends it,
-    and the next one has another. The process starts with the first grammar, and ends with its
-    owner, who closes the pipe."""
+    """A trial of grammars in another process; any thread may use it. A grammar that takes too much
+    ends the process, and the next grammar gets a new one. The process starts with the first
+    grammar, and ends with its owner, which closes the pipe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -81,7 +81,7 @@ class Trial:
         )
 
     def _running(self) -> subprocess.Popen:
-        """Return the process, which a fork has not: the pipe is that of its parent."""
+        """Return the process, a new one in a fork, whose pipe would be that of its parent."""
         if self._process is None or self._owner != os.getpid():
             path = os.pathsep.join(filter(None, sys.path))
             self._process = subprocess.Popen(

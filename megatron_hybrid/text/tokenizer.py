@@ -37,7 +37,7 @@ from megatron_hybrid.text.tokenizer_files import (
 from megatron_hybrid.utils.other_names import names_arguments
 from megatron_hybrid.utils.validation import check_text
 
-# Its tokens tell apart tokenizers with the same vocabulary.
+# Its tokens distinguish tokenizers with the same vocabulary.
 _PROBE = " Don't the naïve  漢字\t🙂 cost\r\n\n    $1234567.89 (or more)?"
 
 # Characters or tokens from which on a call is made as a batch of one: in batches alone the library
@@ -45,12 +45,12 @@ _PROBE = " Don't the naïve  漢字\t🙂 cost\r\n\n    $1234567.89 (or more)?"
 _LONG = 4096
 
 _PIECE = 64 << 10
-"""Characters that are counted at a time."""
+"""Characters whose tokens are counted at a time."""
 _USUAL_LENGTH = 8
-"""Usual characters of a token. A text of more for each token of the context is counted before it is
-tokenized."""
+"""Usual characters of a token. The tokens of a text that has more for each token of the context are
+counted before it is tokenized."""
 _ENDS = 256
-"""More tokens than a piece may have because it is cut out of its text: those of two words."""
+"""More tokens than a piece may gain by being cut out of its text: those of two words."""
 
 # Byte-level tokens are written with printable characters: those of Latin-1 stand for themselves,
 # the other bytes for U+0100 and on. A token of byte fallback is named after its byte.
@@ -72,7 +72,7 @@ class Tokenizer:
 
     Args:
         tokenizer: the wrapped one.
-        eod: id of the token that ends a document; None: the first of `end_tokens`.
+        eod: id of the token that ends a document; None takes the first of `end_tokens`.
         end_tokens: further ids that end an answer.
         settings: content of tokenizer_config.json; chat templates use its `bos_token`, ...
         chat_templates: by name: "default" is the usual one, "tool_use" the one for tools.
@@ -81,9 +81,9 @@ class Tokenizer:
     Attributes:
         eod, eos_token_id: see above.
         end_tokens: all ids that end an answer, `eod` first.
-        bos: id of the token that begins a text; None: there is none.
-        pad: id of the token that fills rows; -1, as in megatron-core: there is none of its own.
-        generation_config: see above; an engine's defaults of sampling, and written by `save`.
+        bos: id of the token that begins a text, None if there is none.
+        pad: id of the token that fills rows, -1 (as in megatron-core) without one of its own.
+        generation_config: see above; it has an engine's defaults of sampling, and `save` writes it.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Tokenizer:
         Without tokenizer.json, `transformers` (if installed) converts other files: sentencepiece,
         tiktoken, vocab and merges.
 
-        config: content of config.json, which may name end tokens; None: it is read.
+        config: content of config.json, which may name end tokens; None reads the file.
 
         Raises:
             ValueError: a file is missing, unreadable, or contradicts another.
@@ -179,21 +179,21 @@ class Tokenizer:
         return {"class": type(self).__name__, "fingerprint": self.fingerprint}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text.
+        """Return the token ids of a text.
 
         Args:
             add_special_tokens: add this tokenizer's special tokens around a prompt (often one at
-                its start). False for text that continues other tokens.
+                its start). False is for text that continues other tokens.
 
         Raises:
-            ValueError: the text has half of a character, or, of a tokenizer that is
-                `limited_to` a number of tokens, too many tokens.
+            ValueError: the text has half of a character, or more tokens than the tokenizer is
+                `limited_to`.
         """
         check_text("the text", text)
         return self._encode(text[self._wanted(text)], add_special_tokens).ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, as `encode` gives them, faster.
+        """Return the token ids of each text, as `encode` does, but faster.
 
         Raises:
             ValueError: a text has half of a character.
@@ -203,28 +203,28 @@ class Tokenizer:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
 
     def limited_to(self, max_tokens: int) -> Tokenizer:
-        """Return the same tokenizer for texts and chats of a context of so many tokens. A long one
-        is counted piece by piece, and refused as soon as it cannot fit. What may fit is tokenized,
-        and may be longer."""
+        """Return the same tokenizer for texts and chats of a context of so many tokens. The tokens
+        of a long text are counted piece by piece, and it is refused as soon as it cannot fit. A
+        text that passes is tokenized, and may still be too long."""
         other = copy.copy(self)
         other._limit = max_tokens
         return other
 
     def cut_to(self, num_tokens: int | None, side: str) -> Tokenizer:
-        """Return the same tokenizer for texts and chats of which so many tokens are left: none is
-        too long, and it tokenizes little more than what has these. None: all are left.
+        """Return the same tokenizer for texts and chats of which so many tokens are kept, or all if
+        None. No text is too long, and little more is tokenized than what has these tokens.
 
-        side: where a text is cut: "left" leaves its last tokens, "right" its first.
+        side: where a text is cut: "left" keeps its last tokens, "right" its first.
         """
         other = copy.copy(self)
         other._kept = None if num_tokens is None else (num_tokens, side)
         return other
 
     def _wanted(self, text: str) -> slice:
-        """Return what of a text is to be tokenized: all, or the part that `cut_to` asks for.
+        """Return what part of a text is to be tokenized: all, or the part that `cut_to` asks for.
 
         Raises:
-            TextTooLongError: it cannot fit `limited_to`.
+            TextTooLongError: the text has more tokens than the tokenizer is `limited_to`.
         """
         if self._kept is not None:
             return self._kept_part(text)
@@ -233,7 +233,7 @@ class Tokenizer:
         return slice(None)
 
     def _kept_part(self, text: str) -> slice:
-        """Return an end of a text that has more tokens than are left of it, or all."""
+        """Return the part at a text's kept side that surely has the tokens to keep, or all."""
         num_tokens, side = self._kept
         length = _PIECE + _USUAL_LENGTH * num_tokens
         while length < len(text):
@@ -244,8 +244,8 @@ class Tokenizer:
         return slice(None)
 
     def _check_length(self, text: str, most: int) -> None:
-        """Raise TextTooLongError as soon as pieces have more tokens than `most`, however they are
-        cut."""
+        """Raise TextTooLongError as soon as pieces of a text have more tokens than `most`, wherever
+        it is cut."""
         # Such a token takes all spaces next to it, and may be in another piece than these.
         added = self._tokenizer.get_added_tokens_decoder().values()
         strips = any(token.lstrip or token.rstrip for token in added)
@@ -263,7 +263,7 @@ class Tokenizer:
                 )
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids, without special tokens or with them."""
+        """Return the text of token ids, without special tokens or with them."""
         if len(ids) < _LONG:
             return self._tokenizer.decode(list(ids), skip_special_tokens)
         return self._tokenizer.decode_batch([list(ids)], skip_special_tokens)[0]
@@ -300,12 +300,12 @@ class Tokenizer:
         return found
 
     def shown_bytes(self, token: int) -> bytes:
-        """Return what to show of a token: its bytes in a text, or the name of a special one."""
+        """Return the bytes of a token in a text, or the name of a special token."""
         return self.text_bytes(token) or (self._tokenizer.id_to_token(token) or "").encode()
 
     def text_bytes(self, token: int) -> bytes:
-        """Return `token_bytes`, or the token's text alone where the decoder is not known here; none
-        for an id of the model's padding beyond the vocabulary."""
+        """Return a token's `token_bytes`, or its text alone if the decoder is unknown here; b"" for
+        an id of the model's padding beyond the vocabulary."""
         try:
             return self.token_bytes[token] if token < self.vocab_size else b""
         except ValueError:
@@ -313,26 +313,26 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """Jinja source of the usual chat template; None: there is none."""
+        """Jinja source of the usual chat template, None if there is none."""
         return self.template_source(None)
 
     def set_chat_template(self, source: str, origin: str = "the chat template") -> None:
         """Replace the usual chat template.
 
         Args:
-            source: Jinja.
-            origin: of it, for errors.
+            source: a Jinja program.
+            origin: names where it comes from, for errors.
         """
         self._templates["default"] = ChatTemplate(source, origin)
 
     def template_source(self, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
-        """Jinja source of the template of chats with these tools; None: there is none."""
+        """Return the Jinja source of the template of chats with these tools, or None."""
         template = self._find_template(tools)
         return None if template is None else template.source
 
     def show_special_tokens(self, texts: Collection[str]) -> None:
-        """Make text of the special tokens that are a part of one of some texts, such as the marks
-        of calls: answers show them, and guides may ask for them."""
+        """Turn the special tokens that are a part of one of some texts, such as the marks of calls,
+        into plain text: answers show them, and guides may ask for them."""
         added = self._tokenizer.get_added_tokens_decoder().items()
         shown = {
             token.content
@@ -386,7 +386,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> list[int]:
-        """Token ids of a conversation's prompt. The template writes all special tokens.
+        """Return the token ids of a conversation's prompt. The template writes all special tokens.
 
         Raises:
             ValueError, TypeError: as `render_chat`.
@@ -403,8 +403,8 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> tuple[list[int], list[int]]:
-        """Tokens of `apply_chat_template`, and the likely junctions with other conversations in
-        them: see `ChatTemplate.fork_points`.
+        """Return the tokens of `apply_chat_template`, and in them the likely junctions with other
+        conversations: see `ChatTemplate.fork_points`.
 
         Returns:
             Token ids; ascending positions > 0, each once.
@@ -454,15 +454,15 @@ class Tokenizer:
         marked: ChatTemplate | None = None,
         **variables: Any,
     ) -> tuple[list[int], list[Answer]]:
-        """Tokens of a whole conversation, and which of them are the model's answers: those to
-        learn. See `render_with_answers`, also for train_on and marked.
+        """Return the tokens of a whole conversation, and which of them are the model's answers:
+        those to learn. `render_with_answers` also describes train_on and marked.
 
-        A token that an answer begins or ends inside of belongs to it. An answer that the template
-        does not mark ends with its end token, also where that begins the next turn, and then at the
-        end of the conversation: what comes after it nobody generates.
+        A token in which an answer begins or ends belongs to the answer. An answer that the template
+        does not mark ends with its end token, even if that token begins the next turn; then the
+        last answer of the conversation ends with it, too. No model generates what comes after it.
 
         Returns:
-            Token ids; the answers in them, ascending, those of one weight side by side as one.
+            Token ids; the answers in them, ascending, adjacent ones of one weight joined.
 
         Raises:
             ValueError, TypeError: as `render_with_answers`.
@@ -502,7 +502,7 @@ class Tokenizer:
 
 
 def _decoded(text: str, steps: Sequence[Mapping[str, Any]]) -> bytes:
-    """Bytes of one token's text, by the steps of a decoder."""
+    """Return the bytes of one token's text, by the steps of a decoder."""
     for step in steps:
         kind = step.get("type")
         if kind == "ByteLevel" and all(character in _BYTE_OF for character in text):
@@ -517,11 +517,11 @@ def _decoded(text: str, steps: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE: any text has tokens, and `END_OF_TEXT` is token 0, which ends a document.
+    """Train byte-level BPE. Any text has tokens, and token 0, `END_OF_TEXT`, ends a document.
 
     Args:
-        vocab_size: most tokens, the 256 bytes and `END_OF_TEXT` among them; of little text fewer
-            are made.
+        vocab_size: most tokens, the 256 bytes and `END_OF_TEXT` among them; little text makes
+            fewer.
 
     Raises:
         ValueError: vocab_size is less than 257.

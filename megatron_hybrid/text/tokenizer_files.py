@@ -28,19 +28,19 @@ FOREIGN_FILES = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json
 
 _BYTE_LEVEL = ("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer", "Qwen3_5Tokenizer")
 _AS_WRITTEN = ("granitemoehybrid", "jamba", "kimi_linear", "minimax_m2", "olmo_hybrid")
-"""Types of models of which `transformers` takes tokenizer.json as it is, whatever its class."""
+"""Model types for which `transformers` takes tokenizer.json as it is, whatever its class."""
 _MARK = "\u2581"  # for a space
 _END_TOKEN = Annotated[int, Range(ge=-1)]
 
 
 def find_tokenizer(folder: str | os.PathLike[str]) -> Path | None:
-    """The file for `Tokenizer.from_folder` to read first; None: the folder has no tokenizer."""
+    """Return the file that `Tokenizer.from_folder` reads first, or None without a tokenizer."""
     paths = (Path(folder) / name for name in (TOKENIZER_FILE, *FOREIGN_FILES))
     return next((path for path in paths if os.path.lexists(path)), None)
 
 
 def read_tokenizer_files(folder: Path, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the arguments of `Tokenizer`. See its `from_folder`."""
+    """Return the arguments of `Tokenizer`. `Tokenizer.from_folder` describes those of this."""
     path = find_tokenizer(folder)
     if path is None:
         raise ValueError(
@@ -91,7 +91,7 @@ def write_tokenizer_files(
     chat_templates: Mapping[str, ChatTemplate],
     generation_config: Mapping[str, Any],
 ) -> None:
-    """See `Tokenizer.save`."""
+    """Write the files of `Tokenizer.save`."""
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / TOKENIZER_FILE, lambda path: tokenizer.save(str(path)))
     # `transformers` takes tokenizer.json as it is for this class.
@@ -128,8 +128,8 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
 
 
 def _follow_class(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> None:
-    """Make parts anew where `transformers` 5 does so, by the class of the tokenizer: whether its
-    first word gets a space, which is a part of a token."""
+    """Replace parts where `transformers` 5 does so by the tokenizer's class. They decide whether
+    the first word gets a space, which is a part of a token."""
     kind = str(settings.get("tokenizer_class")).removesuffix("Fast")
     adds, before = settings.get("add_prefix_space"), tokenizer.pre_tokenizer
     state = json.loads(before.__getstate__()) if before is not None else {}
@@ -160,7 +160,7 @@ def _follow_class(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any]) 
 
 
 def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """Make a tokenizer from files of another kind. Returns it and its special tokens by role."""
+    """Make a tokenizer from files of another kind. Return it and its special tokens by role."""
     is_of_pieces = path.name == "tokenizer.model" and path.read_bytes()[:1] == b"\n"  # a protobuf
     if is_of_pieces and find_spec("sentencepiece") is None:
         raise ValueError(f"{path} needs a package to be read: pip install sentencepiece protobuf")
@@ -196,7 +196,7 @@ def _template_files(folder: Path) -> dict[str, Path]:
 
 
 def _read_templates(folder: Path, settings: dict[str, Any]) -> dict[str, ChatTemplate]:
-    """Read the templates, and take those in `settings` out; template files take precedence."""
+    """Read the templates, and remove those in `settings`; template files take precedence."""
     stated = settings.pop("chat_template", None)
     templates = {}
     for name, path in _template_files(folder).items():
@@ -222,7 +222,7 @@ def _read_templates(folder: Path, settings: dict[str, Any]) -> dict[str, ChatTem
 
 
 def _read_end_tokens(folder: Path, config: Mapping[str, Any]) -> list[int]:
-    """Ids that end an answer, from generation_config.json, else from `config`."""
+    """Read the ids that end an answer from generation_config.json, else from `config`."""
     generation_config = _read_if_there(folder / GENERATION_CONFIG_FILE)
     for name, values in ((GENERATION_CONFIG_FILE, generation_config), ("config.json", config)):
         ids = values.get("eos_token_id")
@@ -240,14 +240,14 @@ def _read_end_tokens(folder: Path, config: Mapping[str, Any]) -> list[int]:
 
 
 def _content(token: Any) -> str | None:
-    """Text of a token, which Hugging Face's files hold as a string or an object."""
+    """Return the text of a token, which Hugging Face's files hold as a string or an object."""
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None
 
 
 def named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Texts of special tokens by role: `bos_token`, a model's own such as `image_token`, ..."""
+    """Return texts of special tokens by role, such as `bos_token` or a model's `image_token`."""
     roles = {key: value for key, value in settings.items() if key.endswith("_token")}
     extra = settings.get("extra_special_tokens")
     if isinstance(extra, Mapping):

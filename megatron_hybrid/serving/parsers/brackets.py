@@ -9,14 +9,14 @@ PYTHON_QUOTES = ("'''", '"""', "'", '"')
 
 
 class Brackets:
-    """A search for marks and closing brackets, which examines each character once and skips quoted
-    texts.
+    """A search for marks and closing brackets, character by character, which skips quoted texts.
 
     Args:
         quotes: those around texts; in JSON's and Python's a backslash escapes one character.
         ends: marks to find.
         at: where the search begins.
-        closes: whether to find the end of the outermost bracket, too."""
+        closes: whether to find the end of the outermost bracket, too.
+    """
 
     def __init__(
         self,

@@ -48,12 +48,12 @@ def calls(text: str, may_be_cut: bool = False) -> list[tuple[str, str, str]] | N
 
 
 def arguments_json(text: str) -> str:
-    """Return the JSON of a call's named arguments, as Python's own parser reads them. Near misses
-    are read, too: texts of several lines or with their own quotes, zeros before a number, `true`
-    and `null`.
+    """Return the JSON of a call's named arguments, as Python's own parser reads them. Texts of
+    several lines or with their own quotes, zeros before a number, `true` and `null` pass, too.
 
     Raises:
-        ValueError: they are no literals, or too large."""
+        ValueError: they are no literals, or too large.
+    """
     if len(text) > _MAX_LENGTH or text.count(",") > _MAX_COMMAS:
         raise ValueError("it is too large")
     try:
