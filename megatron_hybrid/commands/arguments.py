@@ -27,21 +27,21 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells of an error in one line, and in another one where help is."""
+    """A parser that reports an error in one line, and names the help in another."""
 
     def error(self, message: str) -> NoReturn:
-        """Exit with 2."""
+        """Report an error, and exit with 2."""
         self.exit(2, f"{self.prog}: {message}\nSee {self.prog} --help.\n")
 
 
 class CommandParser(Parser):
-    """Reads the arguments of one command. An error knows the names that options have in other
-    programs.
+    """The parser of one command. For a name that an option has in other programs, its error names
+    the option here.
 
     Args:
-        name: of the command.
+        name: that of the command.
         about: sentences at the head of the help.
-        prog: how a program is called that takes the command's options, in place of the command.
+        prog: how to call a program that takes the command's options, in place of the command.
     """
 
     def __init__(self, name: str, about: str, prog: str | None = None):
@@ -56,8 +56,8 @@ class CommandParser(Parser):
         """Fields of `add_field` -> their options, for errors."""
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """The options, the `arguments` that they were read from, and `option_of`, the options of
-        fields. Positional arguments may stand before, between and after others."""
+        """Return the options, the `arguments` that they were read from, and `option_of`, the
+        options of fields. Positional arguments may stand before, between and after others."""
         self._check_names(arguments)
         options = self.parse_intermixed_args(arguments)
         options.arguments, options.option_of = list(arguments), self.options
@@ -71,8 +71,8 @@ class CommandParser(Parser):
         return options
 
     def _check_names(self, arguments: Sequence[str]) -> None:
-        """Exit with 2 at the first option that there is not: before what else is wrong, which may
-        follow from it."""
+        """Exit with 2 at the first unknown option, before other errors, which may follow from
+        it."""
         known = self._option_string_actions
         for argument in takewhile(lambda argument: argument != "--", arguments):
             found = re.fullmatch(r"(--?[A-Za-z][\w.-]*)(=.*)?", argument, re.DOTALL)
@@ -97,8 +97,8 @@ class _Formatter(argparse.HelpFormatter):
 def add_model(
     parser: argparse.ArgumentParser, default: str | None = "demo", about: str = MODEL_HELP
 ) -> None:
-    """Add `model`, which may be given as an argument or as `--model`. default: None: there is none,
-    and the model has to be given."""
+    """Add `model`, which may be given as an argument or as `--model`, and has to be given if
+    `default` is None."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help=about)
     more = f" The default is {default}." if default else ""
     parser.add_argument(
@@ -111,7 +111,7 @@ def add_model(
 
 
 def add_source_and_target(parser: argparse.ArgumentParser, source: str) -> None:
-    """Add the folders that a command reads and writes. source: help for the first."""
+    """Add the folders that a command reads and writes. `source` is the help of the first."""
     parser.add_argument("source", metavar="SOURCE", help=source)
     parser.add_argument(
         "target", metavar="TARGET", help="Write to this folder, which must be new or empty."
@@ -130,12 +130,12 @@ def add_field(
     """Add an option whose help and default are those of a config's field.
 
     Args:
-        parser: of the command.
-        option: its name.
+        parser: that of the command.
+        option: the option's name.
         of: the class, `ENGINE`, `SERVER` or `SAMPLING`.
-        field: its name, which stands in brackets after the help.
+        field: the field's name, which stands in brackets after the help.
         more: a sentence after the help.
-        given: to `add_argument`; they take precedence.
+        given: arguments of `add_argument`, which take precedence.
     """
     parser.options[field] = option
     about = fields_help(of)[field]
@@ -213,17 +213,17 @@ _SERVED: dict[str, dict[str, Any]] = {
     "logprobs_mode": {"metavar": "MODE"},
     "otlp_traces_endpoint": {"metavar": "URL"},
 }
-"""Fields of InferenceConfig that are options of the same names -> what `add_argument` gets."""
+"""Fields of InferenceConfig with options of the same names -> arguments of `add_argument`."""
 
 
 def add_served_engine(parser: argparse.ArgumentParser) -> None:
-    """Add what an engine for many requests is asked for besides `add_engine`."""
+    """Add the options of an engine for many requests that `add_engine` lacks."""
     for field, given in _SERVED.items():
         add_field(parser, f"--{field.replace('_', '-')}", ENGINE, field, **given)
 
 
 def inference_config(options: argparse.Namespace, **fields: Any):
-    """An InferenceConfig from the options of `add_engine`, and other fields."""
+    """Make an InferenceConfig from the options of `add_engine`, and other fields."""
     from megatron_hybrid.inference.config import InferenceConfig
     from megatron_hybrid.tools.plan import parse_count
 
@@ -240,12 +240,12 @@ def inference_config(options: argparse.Namespace, **fields: Any):
 
 
 def served_config(options: argparse.Namespace):
-    """An InferenceConfig from the options of `add_engine` and `add_served_engine`."""
+    """Make an InferenceConfig from the options of `add_engine` and `add_served_engine`."""
     return inference_config(options, **{field: getattr(options, field) for field in _SERVED})
 
 
 def make_engine(options: argparse.Namespace):
-    """An engine from the options of `add_engine`, for a few requests: it compiles no more than
+    """Make an engine from the options of `add_engine`, for a few requests: it compiles no more than
     these need."""
     from megatron_hybrid.inference.engine import DynamicInferenceEngine
 
@@ -264,10 +264,10 @@ def load(
     and avoids near ties in greedy answers.
 
     Args:
-        folder: of the model.
-        device, dtype: in place of these; see `add_engine`.
+        folder: that of the model.
+        device, dtype: take the place of these; see `add_engine`.
         mtp: see `load_pretrained`.
-        fields: of HybridConfig, such as the sizes of the layout over ranks.
+        fields: those of HybridConfig, such as the sizes of the layout over ranks.
     """
     import torch
 
@@ -284,8 +284,8 @@ def load(
 
 
 def load_for_chats(options: argparse.Namespace, **fields: Any):
-    """Model and tokenizer, with the template and the drafts that were asked for. fields: as for
-    `load`."""
+    """Load model and tokenizer, with the template and the drafts that were asked for. `fields` are
+    those of `load`."""
     mtp = getattr(options, "speculation", None) == "mtp"
     if getattr(options, "max_adapters", 0):  # projections of Transformer Engine include a norm
         fields["layer_spec"] = "local"
@@ -297,8 +297,8 @@ def load_for_chats(options: argparse.Namespace, **fields: Any):
 
 
 def planned_config(model: str, mtp: bool = False):
-    """The config of a model that need not be here: see PLANNED_MODEL_HELP. mtp: with its MTP
-    head; a recipe has it as it says."""
+    """Return the config of a model whose weights need not be here: see PLANNED_MODEL_HELP. With
+    `mtp` it has its MTP head, which a recipe may also ask for itself."""
     from megatron_hybrid.tools.plan import read_model_config
     from megatron_hybrid.training.recipe import Recipe
 
@@ -309,7 +309,7 @@ def planned_config(model: str, mtp: bool = False):
 
 
 def read_text(option: str, path: str) -> str:
-    """Read the UTF-8 text of a file. Raises ValueError that names the option."""
+    """Read the UTF-8 text of a file, or raise ValueError that names the option."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -318,7 +318,7 @@ def read_text(option: str, path: str) -> str:
 
 
 def positive(text: str, told: str = "a number above 0, up to a billion") -> float:
-    """A number above 0, up to a billion. told: what to give, for the error."""
+    """Parse a number above 0, up to a billion. The second argument ends the error."""
     try:
         number = float(text)
     except ValueError:
@@ -329,12 +329,12 @@ def positive(text: str, told: str = "a number above 0, up to a billion") -> floa
 
 
 def gigabytes(text: str) -> float:
-    """A size in GB (10^9 bytes)."""
+    """Parse a size in GB (10^9 bytes)."""
     return positive(text.lower().removesuffix("gb"), "GB, above 0 and up to a billion")
 
 
 def whole_number(text: str) -> int:
-    """A number from 1 on."""
+    """Parse a whole number from 1 on."""
     if not text.isdecimal() or (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 on")
     return number

@@ -21,7 +21,7 @@ _SAMPLING: dict[str, tuple[str, str, dict[str, Any]]] = {
     "top_p": ("--top-p", f"{MODELS_OWN} 0.", {"metavar": "P"}),
     "seed": ("--seed", "", {}),
 }
-"""Fields of SamplingParams -> the option of each, its default, and what `add_argument` gets."""
+"""Fields of SamplingParams -> the option of each, its default, and its `add_argument`'s rest."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

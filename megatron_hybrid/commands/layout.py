@@ -30,7 +30,7 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
 
 
 def sizes_of(options: argparse.Namespace) -> dict[str, int]:
-    """Fields of HybridConfig, from the options of `add_layout`."""
+    """Return fields of HybridConfig, from the options of `add_layout`."""
     return {field: getattr(options, name) for name, field, _ in LAYOUT}
 
 
@@ -41,16 +41,16 @@ def run_on_ranks(
     follow: Callable[[], None],
     end: EndSignal,
 ) -> int:
-    """Start the ranks of a layout, or be one of them. Returns the exit status: 0 after a SIGTERM,
-    also where another rank took it first.
+    """Start the ranks of a layout, or run as one of them. Return the exit status: 0 after a
+    SIGTERM, even if another rank got it first.
 
     Args:
-        options: of `add_engine` and `add_layout`.
-        program: after `python`, without the `options.arguments` that it is started with.
-        first: context of the first rank, with the addresses that it needs; it yields what runs
-            there. It is tried before ranks are started.
-        follow: what runs on the others.
-        end: SIGTERM, which is taken since the command began.
+        options: those of `add_engine` and `add_layout`.
+        program: words after `python`, without the `options.arguments` that follow them.
+        first: makes the context of the first rank, with the addresses that it needs, which yields
+            what runs there. It is tried before ranks are started.
+        follow: runs on the other ranks.
+        end: takes SIGTERM since the command began.
 
     Raises:
         ValueError: there is no such layout of this model on these ranks.

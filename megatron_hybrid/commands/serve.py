@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 HELP = "Serve a model over HTTP, by OpenAI's API."
 API_KEYS, ADMIN_KEYS = "MEGATRON_HYBRID_API_KEYS", "MEGATRON_HYBRID_ADMIN_KEYS"
-"""Variables with keys: command lines are shown to all users of a machine."""
+"""Environment variables with keys, since all users of a machine see command lines."""
 _DEMO_NOTE = (
     "The demo model was trained on old books alone: it continues stories, it does not answer."
 )
 
 
 def _key(text: str) -> str:
-    """A key of an option. An empty one, of a variable that is not set, would open the server."""
+    """Check the key of an option. An empty one, from an unset variable, would open the server."""
     if not text.strip():
         raise argparse.ArgumentTypeError("the key is empty: give one, or leave the option out")
     return text.strip()
@@ -68,7 +68,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "request_seconds": ("--request-timeout", {"metavar": "SECONDS"}),
     "drain_seconds": ("--shutdown-timeout", {"metavar": "SECONDS"}),
 }
-"""Fields of ServingConfig -> the option of each, and what `add_argument` gets."""
+"""Fields of ServingConfig -> the option of each, and arguments of `add_argument`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,7 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _kv_publisher(options: argparse.Namespace) -> "AbstractContextManager[KvPublisher | None]":
-    """The publisher of KV events, bound to its endpoints; of None, if there are no endpoints."""
+    """Return the context of a publisher of KV events, or of None if no endpoints are given."""
     if not (
         options.kv_events_endpoint or options.kv_events_replay_endpoint or options.kv_events_topic
     ):
@@ -150,8 +150,8 @@ def _kv_publisher(options: argparse.Namespace) -> "AbstractContextManager[KvPubl
 
 
 def keys_of(given: Sequence[str], variable: str) -> tuple[str, ...]:
-    """The keys of an option and of its environment variable, each once: several keys do not share
-    cached prefixes, and equal ones are one key.
+    """Return the keys of an option and of its environment variable, each once: several keys do not
+    share cached prefixes, and equal ones are one key.
 
     Raises:
         ValueError: the variable is set and holds no key.
