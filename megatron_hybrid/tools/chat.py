@@ -16,7 +16,7 @@ Ctrl-C ends an answer, Ctrl-D the conversation.
 
 
 def banner(engine: DynamicInferenceEngine, name: str) -> str:
-    """The lines at the head of a conversation with the model of this name."""
+    """Return the lines at the head of a conversation with the model of this name."""
     stats = engine.stats()
     return (
         f"{name}: the cache has {stats['pool_bytes'] >> 20:,} MiB, room for "
@@ -33,10 +33,10 @@ def chat(
     """Answer one question after the other, each with all that was said before.
 
     Args:
-        engine: with a tokenizer that has a chat template.
-        questions: of the user; an empty one is left out, and one that begins with "/" is a command
-            of `HELP`.
-        write: takes the pieces of what is shown.
+        engine: has a tokenizer with a chat template.
+        questions: those of the user. An empty one is left out, and one that begins with "/" is a
+            command of `HELP`.
+        write: gets the pieces of text to show.
     """
     instructions: list[dict[str, str]] = []
     messages: list[dict[str, str]] = []

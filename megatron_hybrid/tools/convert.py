@@ -40,11 +40,11 @@ def convert(
     """Load a folder of any kind and write it as `to`, with its tokenizer.
 
     Args:
-        source: a checkpoint of ours, a model folder of Hugging Face, one of Megatron-LM
-            (torch_dist), or a training run's, or a checkpoint in it.
+        source: a checkpoint of ours, a model folder of Hugging Face or of Megatron-LM (torch_dist),
+            or the folder of a training run or of a checkpoint in it.
         target: a folder that does not exist, or is empty.
         to: "ours", "huggingface" or "torch_dist".
-        dtype: name of a torch dtype; None: that of the source.
+        dtype: name of a torch dtype; None keeps that of the source.
         huggingface_config: for weights that do not come from Hugging Face, the folder of a model of
             the same architecture there, or its config.json. It makes "huggingface" possible, and
             gives what Megatron does not save: the tokenizer, and the size of the vocabulary without
@@ -53,7 +53,7 @@ def convert(
     Raises:
         CheckpointError: the source cannot be read or is not of that architecture, the target is not
             free, or its kind cannot hold the model.
-        ValueError: `to` is none of these.
+        ValueError: `to` has another value.
     """
     check_field("to", to, Literal[tuple(_SAVE)])
     folder = Path(target)
@@ -72,14 +72,14 @@ def convert(
 def _load_torch_dist(
     source: str | os.PathLike, **options: Any
 ) -> tuple[HybridModel, Tokenizer | None]:
-    """A model of Megatron-LM, or of a training run here, whose recipe names a tokenizer."""
+    """Load a model of Megatron-LM, or of a training run here, whose recipe names a tokenizer."""
     model = load_megatron(source, **options)
     folder = _tokenizer_of_run(Path(source))
     return model, folder and load_tokenizer(folder, model.config.vocab_size)
 
 
 def _tokenizer_of_run(source: Path) -> Path | None:
-    """The folder of the tokenizer of a training run, or of a checkpoint in its folder."""
+    """Return the folder of the tokenizer of a training run, or of a checkpoint in its folder."""
     for recipe in (source / "recipe.yaml", source.parent / "recipe.yaml"):
         if recipe.is_file():
             try:
@@ -95,7 +95,7 @@ def _load_as(
     path: Path,
     options: dict[str, Any],
 ) -> tuple[HybridModel, Tokenizer | None]:
-    """A model as one of a Hugging Face config; the tokenizer of its folder, if there is one."""
+    """Load a model as one of a Hugging Face config, with its own tokenizer or the config's."""
     folder = path.parent if path.name == CONFIG_FILE else path
     theirs = read_config(folder)
     if theirs.huggingface_config is None:

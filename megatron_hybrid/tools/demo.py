@@ -130,7 +130,7 @@ def run_mode(model, tokenizer, mode: str, advance: Callable[[int], None]) -> Run
 
 
 def run_demo(model, tokenizer, console: Console) -> bool:
-    """Run and print the demo. Returns whether all modes gave identical outputs."""
+    """Run and print the demo. Return whether all modes gave identical outputs."""
     if next(model.parameters()).device.type == "cpu":
         # So small a model gains nothing from more threads, and its timings get steadier.
         torch.set_num_threads(1)
@@ -158,7 +158,7 @@ def run_demo(model, tokenizer, console: Console) -> bool:
 
 
 def _in_short(runs: list[Run]) -> str:
-    """Say what a person should see in the tables."""
+    """Return one sentence with the main result of the tables."""
     off, restore = runs[0], runs[-1]
     prompts, computed = map(restore.prefix_sum, ("prompt_tokens", "computed_tokens"))
     wait = restore.first_token_seconds / off.first_token_seconds

@@ -1,6 +1,6 @@
 """`megatron-hybrid doctor`: what a model folder or a config.json holds, and whether it loads.
 
-It checks what loading checks, the numbers of all weights among it, and allocates no model."""
+It checks what loading checks, including the numbers of all weights, and allocates no model."""
 
 import os
 from collections import Counter
@@ -28,8 +28,8 @@ from megatron_hybrid.tools.plan import spec_of
 def examine(
     path: str | os.PathLike[str],
 ) -> tuple[list[tuple[str, str]], Tokenizer | None, str | None]:
-    """What is found in a folder ("demo", too) or a config.json: rows of a name and a text, its
-    tokenizer, and why the model does not load, or answers no request; None: it does both.
+    """Examine a folder ("demo", too) or a config.json. Return rows of a name and a text, its
+    tokenizer, and why the model does not load or answers no request, None if it does both.
 
     Raises:
         CheckpointError: there is no config.json that can be read.
@@ -60,15 +60,15 @@ def examine(
 
 
 def _check_requests(model: HybridModel, tokenizer: Tokenizer | None) -> None:
-    """Raise what an engine would for every request: its values for sampling, or its end tokens, are
-    no legal ones."""
+    """Raise the error that an engine would raise for every request, if the folder's values for
+    sampling or its end tokens are illegal."""
     cache = PrefixCache(spec_of(model, 16, "exact"), 64)
     builder = RequestBuilder(InferenceConfig(), cache, tokenizer, model.vocab_size)
     builder.build([0], SamplingParams(num_tokens_to_generate=1), None)
 
 
 def _stated(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what config.json says, which may be refused."""
+    """Yield rows of what config.json says, which loading may refuse."""
     own = "a checkpoint of this library" if "layer_pattern" in values else "unknown"
     yield "architecture", str(values.get("model_type", own))
     text = language_part(values) or values
@@ -95,7 +95,7 @@ def _layers(model: HybridModel, parameters: int) -> Iterator[tuple[str, str]]:
 
 
 def _nearest(opened: CheckpointFolder) -> Iterator[tuple[str, str]]:
-    """Yield the known architecture whose tensors are most like those of an unknown one."""
+    """Yield rows of the known architecture whose tensors are most like those of an unknown one."""
     values = opened.values
     names = set(opened.tensor_names())
     found: list[tuple[float, str, set[str]]] = []

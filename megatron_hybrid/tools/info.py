@@ -11,7 +11,7 @@ from megatron_hybrid.version import __version__
 
 
 def environment() -> dict[str, str]:
-    """Versions, devices and optional libraries, for a bug report: name -> text."""
+    """Describe versions, devices and optional libraries for a bug report: name -> text."""
     device = "CPU"
     if torch.cuda.is_available():
         device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
@@ -67,7 +67,7 @@ _USES = {
 
 
 def _accelerators() -> dict[str, str]:
-    """Tell of each module of Transformer Engine and apex what it is used for, or why not."""
+    """Say of each module of Transformer Engine and apex what it is used for, or why not."""
     told, reasons = {}, compat.unused_accelerators()
     for module, (name, use) in _USES.items():
         reason = reasons[module]

@@ -1,7 +1,7 @@
 """`megatron-hybrid plan`: memory and bounds of speed of a model, computed from its config, and
 from the headers of packed weights.
 
-The model is built on the meta device, for its cache requirements.
+The model is built on the meta device, which shows its cache requirements.
 """
 
 import math
@@ -52,7 +52,7 @@ class Footprint:
     """Memory of one model, and capacity of a device that holds it. Sizes in bytes."""
 
     kv_bytes_per_token: int
-    """K and V of all full-attention layers."""
+    """K and V of a token in all full-attention layers."""
     window_bytes: int
     """K and V of one request's window and chunked layers at the context."""
     state_bytes: int
@@ -60,17 +60,17 @@ class Footprint:
     checkpoint_bytes: int
     """States, window blocks and last hidden state of a restorable position, without its KV."""
     break_even_tokens: int | None
-    """Tokens whose KV costs as much as one checkpoint; None: no KV, or nothing to save."""
+    """Tokens whose KV costs as much as one checkpoint; None without KV, or without a state."""
     request_bytes: int
-    """One running request at the context, with the states that take its drafts back."""
+    """One running request at the context, with the states for the rollback of its drafts."""
     largest_batch: int
     """Most concurrent requests at the context."""
     cached_prefixes: int
     """Capacity of the pool in prefixes of the context's length, each with one checkpoint."""
     cached_tokens: int | None
-    """Capacity of the pool in tokens without checkpoints; None: no KV."""
+    """Capacity of the pool in tokens without checkpoints; None if the model has no KV."""
     checkpoints: int | None
-    """Capacity of the pool in checkpoints without KV; None: nothing to save."""
+    """Capacity of the pool in checkpoints without KV; None if the model has no state to save."""
 
 
 @dataclass(frozen=True)
@@ -83,30 +83,30 @@ class Plan:
     dtype: str
     """Dtype of weights and KV."""
     quantization: str | None
-    """Format of the weights: as published ("fp8"), or the one that was asked for; None: none."""
+    """Format of quantized weights: as published ("fp8"), or the one that was asked for."""
     counts_packed: bool
-    """Whether `weight_bytes` is of packed weights, as the folder has them."""
+    """Whether `weight_bytes` counts packed weights, those of the folder or as asked for."""
     memory_bytes: int
     parts: dict[str, int]
-    """Bytes of what an engine needs besides weights, requests and cache, each by its name."""
+    """Bytes that an engine needs in addition to weights, requests and cache, by name."""
     cache_bytes: int
     """Bytes for live requests and cached prefixes: the default part of what weights and `parts`
-    leave; 0: they do not fit."""
+    leave; 0 if these do not fit."""
     context: int
     model: Footprint
     pure_attention: Footprint
     """The same model with full attention in place of every recurrent, window and chunked layer."""
     settings: dict[str, Any] | None
-    """Recommended fields of InferenceConfig; None: there is no room for one request."""
+    """Recommended fields of InferenceConfig; None if there is no room for one request."""
     rates: Rates | None
-    """Bounds of the speed; None: no device was given."""
+    """Bounds of the speed; None without a device."""
 
 
 def read_model_config(path: str | os.PathLike, mtp: bool = False) -> HybridConfig:
-    """Read the config of a checkpoint folder ("demo": the one in the package) or of a single
-    config.json, ours or Hugging Face's. For quantized weights, that of the dequantized model.
+    """Read the config of a checkpoint folder ("demo" is the one in the package) or of a single
+    config.json, ours or Hugging Face's. For quantized weights it is that of the dequantized model.
 
-    mtp: with the MTP head, which is loaded only to draft with it.
+    mtp: include the MTP head, which is loaded only to draft with it.
 
     Raises:
         CheckpointError: the config cannot be read or used.
@@ -115,7 +115,7 @@ def read_model_config(path: str | os.PathLike, mtp: bool = False) -> HybridConfi
 
 
 def packed_folder(path: str | os.PathLike) -> Path | None:
-    """The folder of a model's packed weights; None: they are not packed, or not here."""
+    """Return the folder of a model's packed weights, or None if they are unpacked or not here."""
     folder = model_folder(path)
     has_weights = any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE))
     if not has_weights:
@@ -124,10 +124,10 @@ def packed_folder(path: str | os.PathLike) -> Path | None:
 
 
 def parse_count(text: str) -> int:
-    """Parse a number of tokens: "4096", "100k", "1.5M".
+    """Parse a number of tokens, such as "4096", "100k" or "1.5M".
 
     Raises:
-        ValueError: not such a number.
+        ValueError: the text is no such number.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", text.strip().lower())
     count = Fraction(match[1]) * _UNITS[match[2]] if match else Fraction()
@@ -150,15 +150,15 @@ def plan(
     """Compute how a model fits into one device's memory, and how fast it is at best.
 
     Args:
-        config: of the model, with tensor_model_parallel_size 1.
-        memory_bytes: of the device.
+        config: that of the model, with tensor_model_parallel_size 1.
+        memory_bytes: memory of the device.
         context: tokens of a request, prompt and answer.
-        state_encoding: of checkpoints, as in InferenceConfig.
-        device: whose rooflines bound the speed; None: leave speed out.
-        folder: with the model's weights, whose headers say which are packed; None: all count as
-            unpacked.
-        weights: count those of the layers in this format of `tools.quantize`; None: as they are.
-        num_speculative_tokens: drafts of each request in a step; 0: none.
+        state_encoding: that of checkpoints, as in InferenceConfig.
+        device: its rooflines bound the speed; None leaves out the speed.
+        folder: that of the model's weights, whose headers show which are packed. Without it all
+            count as unpacked.
+        weights: format of `tools.quantize` in which the layers' weights count; None keeps theirs.
+        num_speculative_tokens: drafts of each request in a step; 0 means none.
         cuda_graphs: whether decodes are captured.
 
     Raises:
@@ -186,7 +186,7 @@ def plan(
 
     @cache
     def fit(requests: int) -> tuple[dict[str, int], int, Footprint]:
-        """What so many requests take at a time, what the cache has, and what is in it."""
+        """Return the engine's parts for so many requests, bytes of the cache, and its capacity."""
         sizes = requests, InferenceConfig.max_tokens
         engine = InferenceConfig(max_requests=requests, **lengths, **asked)
         needs = needs_of(model, spec, engine, torch.device("meta"))
@@ -198,7 +198,7 @@ def plan(
         return parts, cache_bytes, _footprint(spec, cache_bytes, context, slot)
 
     def half(requests: int) -> int:
-        """Half of the largest batch, so that half of the memory can hold cached prefixes."""
+        """Halve the largest batch, so that half of the memory can hold cached prefixes."""
         return min(max(1, fit(requests)[-1].largest_batch // 2), _MOST_REQUESTS)
 
     usual = InferenceConfig.max_requests
@@ -259,7 +259,7 @@ def spec_of(model: HybridModel, block: int, state_encoding: str) -> CacheSpec:
 
 
 def _footprint(spec: CacheSpec, cache_bytes: int, context: int, slot_bytes: int) -> Footprint:
-    """slot_bytes: of the live states of one request."""
+    """Compute the footprint. `slot_bytes` is the size of the live states of one request."""
     per_token = window = 0
     for index, group in enumerate(spec.groups):
         token_bytes = group.num_layers * group.bytes_per_token
@@ -287,8 +287,8 @@ def _footprint(spec: CacheSpec, cache_bytes: int, context: int, slot_bytes: int)
 
 
 def _pure_attention(spec: CacheSpec, config: HybridConfig, model: HybridModel) -> CacheSpec:
-    """The spec with full attention in every layer that caches anything. Its K and V are as wide as
-    the widest of the model's own attention layers, or else as the hidden state."""
+    """Return the spec with full attention in every layer that caches anything. Its K and V are as
+    wide as the widest of the model's own attention layers, or without any as the hidden state."""
     layers = sum(layer.kv is not None or bool(layer.states) for layer in model.cache_requirements())
     plain = 2 * config.hidden_size * config.params_dtype.itemsize
     widest = max((group.bytes_per_token for group in spec.groups), default=plain)

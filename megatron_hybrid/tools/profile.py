@@ -47,9 +47,9 @@ class CacheResult:
     block_tokens: int
     """Distance of the positions from which a prompt can resume."""
     too_short_percent: float
-    """Compared prompts without such a position before their last token, which skip nothing."""
+    """Percent of compared prompts that skip nothing, as they end before such a position."""
     skipped_percent: float
-    """Skipped tokens of the compared prompts."""
+    """Percent of the compared prompts' tokens that are skipped."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class Profile:
     lengths: list[int]
     """Tokens of each prompt."""
     caches: list[CacheResult]
-    """Other rules, this engine, the ceiling."""
+    """Results of the other rules, this engine, and the ceiling."""
     lost_tokens: dict[str, int]
-    """Tokens known to this engine and computed again, by reason; the largest number first."""
+    """Tokens that this engine knew and computed again, by reason, the largest number first."""
     too_large: int
     """Requests whose prompt does not fit into this engine's pool; left out of the comparison."""
     compared_tokens: int
@@ -89,7 +89,7 @@ class Profile:
         ]
 
     def to_dict(self) -> dict:
-        """JSON-able values, with the histogram in place of the lengths."""
+        """Return values for JSON, with the histogram in place of the lengths."""
         values = {**asdict(self), "histogram": self.histogram}
         del values["lengths"]
         return values
@@ -131,9 +131,9 @@ def profile(
 
     Args:
         requests: at least one.
-        config: of the model, with tensor_model_parallel_size 1.
-        memory_bytes: of KV and cached states, that is `InferenceConfig.cache_bytes`.
-        state_encoding: of this engine's checkpoints, as in InferenceConfig.
+        config: that of the model, with tensor_model_parallel_size 1.
+        memory_bytes: size of KV and cached states, that is `InferenceConfig.cache_bytes`.
+        state_encoding: that of this engine's checkpoints, as in InferenceConfig.
 
     Raises:
         ValueError: an unknown encoding, or memory for less than two pages, or for no prompt.
@@ -159,7 +159,7 @@ def profile(
     caches: list[CacheResult] = []
 
     def add(name: str, what: str, block_tokens: int, longest: int, engine: Engine) -> None:
-        """longest: of the prompts that are too short."""
+        """Add a cache's result. Prompts of up to `longest` tokens are too short."""
         too_short = sum(len(request.prompt) <= longest for request in compared)
         shares = too_short / len(compared), _replay(compared, engine) / compared_tokens
         percents = (round(100 * share, 2) for share in shares)
@@ -190,7 +190,7 @@ def profile(
 
 
 def _replay(requests: Sequence[Request], engine: Engine) -> int:
-    """Run requests, one after the other. Returns how many tokens of their prompts are skipped."""
+    """Run requests, one after the other. Return how many tokens of their prompts are skipped."""
     skipped = 0
     with progress("replaying", len(requests), in_bytes=False) as advance:
         for request in requests:

@@ -2,8 +2,8 @@
 
 Weights are rounded to nearest, tensor by tensor; nothing is calibrated. Folders of Hugging Face are
 written in the formats of compressed-tensors, which transformers and vLLM read. These have a weight
-for each expert, also where a folder in floating point has those of a layer in one tensor; of such,
-transformers reads Qwen3.5's alone.
+for each expert, even if the folder in floating point has those of a layer in one tensor; of such
+models transformers reads only Qwen3.5's.
 """
 
 import math
@@ -47,11 +47,11 @@ from megatron_hybrid.utils.files import write_json
 _STEERING = "decays, steps and betas of recurrent layers"
 
 _SENSITIVE = ("beta", "alpha", "dt")
-"""Sections of our projections that steer recurrent states: the last ones of each."""
+"""Sections of our projections that steer recurrent states, which are the last ones of each."""
 _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".md")
-"""Ends of files that are copied next to config.json and weights: tokenizers, templates, cards."""
+"""Endings of the files that are copied: tokenizers, templates, cards."""
 _GATES = re.compile(r"(^|\.)(in_proj_(ba|a|b)|b_proj|[fg]_[ab]_proj|dt_proj|x_proj)\.weight$")
-"""Their names of small projections to decays, betas and gates of recurrent layers."""
+"""Hugging Face's names of small projections to decays, betas and gates of recurrent layers."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class Format:
     method: str
     """`format` of compressed-tensors."""
     strategy: str
-    """`strategy` of its `weights`."""
+    """`strategy` of the `weights` there."""
     groups: tuple[int, ...] = ()
-    """Columns that may share a scale; none: all of a row do."""
+    """Numbers of columns that may share a scale. Without any, all of a row share one."""
     multiple: int = 1
-    """Number of which the columns of a weight are a multiple, where all of a row share a scale."""
+    """Number whose multiple the columns of a weight must be, where all of a row share a scale."""
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -87,7 +87,7 @@ FORMATS = {
 
 @dataclass
 class Kind:
-    """Weights of one place in the layers, such as `mixer.in_proj`."""
+    """Figures of the weights of one place in the layers, such as `mixer.in_proj`."""
 
     numbers: int = 0
     squares: float = 0.0
@@ -102,7 +102,7 @@ class Kind:
 
 @dataclass
 class Report:
-    """Counts what `quantize` did."""
+    """The results of `quantize`."""
 
     bytes_before: int = 0
     bytes_after: int = 0
@@ -182,8 +182,8 @@ def quantize(source: str | os.PathLike, target: str | os.PathLike, to: str) -> R
 
 
 def pack_as(model: HybridModel, to: str) -> None:
-    """Pack the weights of a model on the meta device as `quantize` would: it has the sizes of the
-    loaded model then. to: one of `FORMATS`."""
+    """Pack the weights of a model on the meta device as `quantize` would, so that it has the sizes
+    of the loaded model. `to` is one of `FORMATS`."""
     kind, rest = FORMATS[to], _rest_rows(model, None)
     layers = {
         name: module
@@ -201,7 +201,7 @@ def pack_as(model: HybridModel, to: str) -> None:
 
 
 def _places(model: HybridModel, maps: list, given: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Names of weights in the files that may be packed, and their places in the layers."""
+    """Yield names of weights in the files that may be packed, and their places in the layers."""
     modules = {
         model.canonical_name(f"{name}.weight"): module for name, module in model.named_modules()
     }
@@ -213,7 +213,7 @@ def _places(model: HybridModel, maps: list, given: dict[str, str]) -> Iterator[t
 
 
 def _rest_rows(model: HybridModel, given: dict[str, str] | None) -> dict[str, int]:
-    """Rows of our projections that stay as they are, by names in the files; None: by ours."""
+    """Count the rows of our projections that stay as they are, by given names or else by ours."""
     found = {}
     for name, parameter in model.named_parameters():
         cut = cut_of(parameter)
@@ -226,7 +226,7 @@ def _rest_rows(model: HybridModel, given: dict[str, str] | None) -> dict[str, in
 
 
 def _group(kind: Format, shapes: Iterable[Sequence[int]]) -> int:
-    """Columns that share a scale: the widest group that divides most weights; 0: all of a row."""
+    """Return the columns that share a scale: the group for most numbers; 0 if all of a row do."""
     sizes = [(math.prod(shape), shape[-1]) for shape in shapes]
 
     def divided(group: int) -> tuple[int, int]:
@@ -250,7 +250,7 @@ class _Piece:
     """Layout from projections of experts, one after the other, to ours."""
 
     def of(self, stack: Tensor) -> Tensor:
-        """Its values in the tensor."""
+        """Return the projection's values in the tensor."""
         ours = self.found.to_ours([stack[self.expert : self.expert + 1]])
         return self.separate.to_theirs(ours)[self.index]
 
@@ -259,7 +259,7 @@ class _Source:
     """The tensors of a folder, with a name for each expert where quantized folders have that.
 
     Args:
-        adapter: of a folder of Hugging Face; None: it is ours.
+        adapter: that of a folder of Hugging Face, None if the folder is ours.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class _Source:
         self.names = sorted({*files.names(), *self._pieces} - stacks)
 
     def _take_apart(self, tensor_map: TensorMap, separate: TensorMap) -> None:
-        """Give names to the experts in a tensor of all."""
+        """Give a name to each expert in a tensor of all."""
         (theirs,) = tensor_map.theirs
         stack = self.given.pop(theirs)
         each = len(separate.theirs) // self._files.shape(stack)[0]
@@ -302,7 +302,7 @@ class _Source:
         return self._files.dtype(name if piece is None else piece.name)
 
     def read(self, name: str) -> Tensor:
-        """A tensor. Raises CheckpointError if it has NaN."""
+        """Read a tensor. Raise CheckpointError if it has NaN."""
         piece = self._pieces.get(name)
         value = self._files.read(name) if piece is None else piece.of(self._files.read(piece.name))
         check_numbers(name, value, self._files.folder)
@@ -311,13 +311,13 @@ class _Source:
 
 @dataclass
 class _Writer:
-    """Makes the tensors of the new folder, those of a weight one after the other."""
+    """Makes the tensors of the new folder. Those of one weight must follow each other."""
 
     files: _Source
     kind: Format
     group: int
     shapes: dict[str, tuple[int, ...]]
-    """Shapes of what is quantized, by names of weights: of all rows, or of the first ones."""
+    """Shapes of the quantized part by names of weights: all rows of each, or the first ones."""
     places: dict[str, str]
     report: Report
     is_theirs: bool
@@ -327,7 +327,7 @@ class _Writer:
         self._last: tuple[str, dict[str, Tensor]] = "", {}
 
     def plan(self) -> Iterator[TensorPlan]:
-        """All tensors."""
+        """Yield the plans of all tensors."""
         for weight in self.files.names:
             shape, dtype = self.files.shape(weight), self.files.dtype(weight)
             made = self._tensors(weight, torch.empty(shape, dtype=dtype, device="meta"))
@@ -336,14 +336,14 @@ class _Writer:
                 yield TensorPlan(name, tuple(tensor.shape), tensor.dtype)
 
     def make(self, name: str) -> Tensor:
-        """A tensor of the plan."""
+        """Make a tensor of the plan."""
         weight = self._of[name]
         if self._last[0] != weight:
             self._last = weight, self._tensors(weight, self.files.read(weight))
         return self._last[1][name]
 
     def _tensors(self, name: str, weight: Tensor) -> dict[str, Tensor]:
-        """What the new folder has of a weight, by its names there."""
+        """Return the tensors of a weight in the new folder, by their names there."""
         if (shape := self.shapes.get(name)) is None:
             return {name: weight}
         packed, rest = weight.split([shape[-2], weight.shape[-2] - shape[-2]], -2)
@@ -363,7 +363,7 @@ class _Writer:
         return {f"{name}_packed": in_words(codes), **found, f"{name}_shape": torch.tensor(shape)}
 
     def _quantized(self, name: str, weight: Tensor) -> dict[str, Tensor]:
-        """The parts of a matrix, by row; how it is rounded is counted."""
+        """Return the parts of a matrix, quantized by row, and add its rounding to the report."""
         weight = weight.float()
         parts = quantized(weight, self.kind.dtypes, (1, self.group))
         if "outer" in parts:
@@ -379,7 +379,7 @@ class _Writer:
 
 
 def _config(kind: Format, group: int, files: _Source, quantized: Collection[str]) -> dict[str, Any]:
-    """The quantization_config, in the terms of compressed-tensors."""
+    """Return the quantization_config, in the terms of compressed-tensors."""
     weights: dict[str, Any] = {"symmetric": True, "dynamic": False, "observer": "minmax"}
     codes = format_of(kind.codes, kind.scale)
     number = "float" if "fp" in codes.name else "int"
@@ -419,7 +419,7 @@ def compare(
     `perplexity_before`, `perplexity_after`, and `same_top_1`, a share.
 
     Args:
-        ids: of the text, in one sequence; at least two.
+        ids: token ids of the text, in one sequence; at least two.
         device: see `load_pretrained`.
     """
     log_probs = []

@@ -16,7 +16,7 @@ WIDTH = 80
 
 @dataclass(frozen=True)
 class PrefillRate:
-    """A prompt that is alone on the device."""
+    """The speed of a prompt that is alone on the device."""
 
     tokens: int
     tokens_per_second: float
@@ -27,7 +27,7 @@ class PrefillRate:
 
 @dataclass(frozen=True)
 class DecodeRate:
-    """A decode step of some requests of the same context."""
+    """The speed of a decode step of some requests of the same context."""
 
     context: int
     batch: int
@@ -55,7 +55,7 @@ def predict(model: ModelWork, device: Device, largest_batches: Mapping[int, int]
     """Bound the speed of a model on a device.
 
     Args:
-        largest_batches: lengths of prompts and contexts, and how many requests of each length the
+        largest_batches: lengths of prompts and contexts -> how many requests of each length the
             memory holds.
     """
     max_tokens = InferenceConfig.max_tokens

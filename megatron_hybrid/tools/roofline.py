@@ -1,8 +1,8 @@
 """Rooflines: the least time that a model's bytes and FLOPs take on a device.
 
-What is counted is what no implementation avoids: each weight that a forward pass uses is read
-once, states are read and written, keys and values that are seen are read, and matrices are
-multiplied. Activations, launches and the host count nothing. So times are lower bounds.
+Only unavoidable work counts: each weight that a forward pass uses is read once, states are read
+and written, keys and values that are seen are read, and matrices are multiplied. Activations,
+launches and the host are left out. So times are lower bounds.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from megatron_hybrid.models.mixers.base import KVShape
 
 @dataclass(frozen=True)
 class Work:
-    """The least that something costs a device."""
+    """The least work that something is for a device."""
 
     num_bytes: float = 0.0
-    """Read from its memory and written to it."""
+    """Bytes that are read from its memory and written to it."""
     flops: float = 0.0
     """Multiplications and additions of matrix products."""
 
@@ -36,7 +36,7 @@ class Device:
 
     name: str
     flops: float
-    """bf16, dense, per second."""
+    """FLOP/s of dense products in bf16."""
     bandwidth: float
     """Bandwidth of its memory, bytes per second."""
     memory_bytes: int
@@ -44,7 +44,7 @@ class Device:
     """Source of these numbers."""
 
     def seconds(self, work: Work) -> float:
-        """The least time of some work, moving and computing at once."""
+        """Return the least time of some work, if the device moves and computes at once."""
         return max(work.num_bytes / self.bandwidth, work.flops / self.flops)
 
 
@@ -64,15 +64,15 @@ def device_of(
     tflops: float | None = None,
     terabytes: float | None = None,
 ) -> Device | None:
-    """A device of the table, with other numbers where they are given; None without a name and
-    numbers.
+    """Return a device of the table, with the given numbers in place of its own, or one of these
+    numbers alone; None without a name and numbers.
 
     Args:
-        tflops: 10^12 FLOP/s.
-        terabytes: 10^12 bytes/s.
+        tflops: speed in 10^12 FLOP/s.
+        terabytes: bandwidth in 10^12 bytes/s.
 
     Raises:
-        ValueError: no device of that name, or a limit without a device and the other one.
+        ValueError: the name is unknown, or without a name some of the numbers are missing.
     """
     given = {"flops": tflops, "bandwidth": terabytes}
     given = {field: number for field, number in given.items() if number is not None}
@@ -99,12 +99,12 @@ class Experts:
 
     count: int
     topk: int
-    """Experts of a token."""
+    """Number of experts of a token."""
     num_bytes: int
-    """Weights of all of them."""
+    """Bytes of the weights of all experts."""
 
     def bytes_read(self, num_tokens: int) -> float:
-        """Expected bytes of the experts that any of the tokens is sent to, if each token's are
+        """Return the expected bytes of the experts that any token is sent to, if all experts are
         equally likely: a token misses an expert with the probability 1 - topk / count."""
         return self.num_bytes * (1 - (1 - self.topk / self.count) ** num_tokens)
 
@@ -116,12 +116,12 @@ class Attention:
     window: int | None
     chunk: int | None
     bytes_per_token: int
-    """K and V of all of these layers."""
+    """Bytes of K and V of a token in all of these layers."""
     flops_per_pair: float
     """Operations of a token and one that it sees, in all of these layers."""
 
     def pairs(self, start: int, end: int) -> int:
-        """Pairs of a token at the positions [start, end) and one that it sees, itself included."""
+        """Count pairs of a token at a position in [start, end) and one it sees, itself included."""
         return self._pairs_before(end) - self._pairs_before(start)
 
     def _pairs_before(self, end: int) -> int:
@@ -132,7 +132,7 @@ class Attention:
         return _triangle(reach) + (end - reach) * reach
 
     def seen(self, position: int) -> int:
-        """Positions before `position` that the token there sees."""
+        """Count the positions before `position` that the token there sees."""
         return self.pairs(position, position + 1) - 1
 
 
@@ -145,25 +145,25 @@ class ModelWork:
     """Costs of a model's forward passes, from its parameters and what its layers keep."""
 
     layer_bytes: int
-    """Weights of the layers and the final norm, without routed experts."""
+    """Bytes of the weights of the layers and the final norm, without routed experts."""
     output_bytes: int
-    """Weights of the output layer."""
+    """Bytes of the weights of the output layer."""
     experts: tuple[Experts, ...]
-    """One for each layer that has them."""
+    """Experts of each layer that has them."""
     attention: tuple[Attention, ...]
     layer_flops: float
     """Operations of a token, without what it attends to."""
     output_flops: float
     """Operations of the logits of a token."""
     state_bytes: int
-    """Recurrent states and convolution tails of a sequence."""
+    """Bytes of the recurrent states and convolution tails of a sequence."""
     restored_bytes: int
-    """Bytes that are moved to resume: states and the last hidden state, as a checkpoint has them
-    and as a live slot has them. Blocks of windows are not copied; 0: nothing is."""
+    """Bytes that are moved to resume: states and the last hidden state, both as a checkpoint has
+    them and as a live slot has them. Blocks of windows are not copied; 0 if nothing is."""
 
     @classmethod
     def of(cls, model: HybridModel, spec: CacheSpec) -> ModelWork:
-        """The work of a whole model, which may be on the meta device.
+        """Compute the work of a whole model, which may be on the meta device.
 
         Args:
             spec: its cache spec, with KV in the dtype in which it is kept.
@@ -190,11 +190,11 @@ class ModelWork:
         )
 
     def forward(self, sequences: Sequence[tuple[int, int]], num_logits: int | None = None) -> Work:
-        """One forward pass.
+        """Compute the work of one forward pass.
 
         Args:
             sequences: position of each one's first token, and how many tokens it has.
-            num_logits: rows of logits; None: one for each sequence.
+            num_logits: rows of logits; None means one for each sequence.
         """
         tokens = sum(length for _, length in sequences)
         rows = len(sequences) if num_logits is None else num_logits
@@ -209,19 +209,19 @@ class ModelWork:
         return Work(moved, flops)
 
     def prefill(self, start: int, end: int, max_tokens: int) -> Iterator[Work]:
-        """The forward passes over a prompt's positions [start, end), of max_tokens each; the last
-        one has logits."""
+        """Yield the work of each forward pass over a prompt's positions [start, end), of at most
+        max_tokens; the last one has logits."""
         for first in range(start, end, max_tokens):
             length = min(max_tokens, end - first)
             yield self.forward([(first, length)], num_logits=int(first + length == end))
 
     def restore(self) -> Work:
-        """A checkpoint copied to a live slot: read once, written once."""
+        """Return the work of copying a checkpoint to a live slot: read once, written once."""
         return Work(self.restored_bytes)
 
     def first_token(self, length: int, restored: int, max_tokens: int) -> Iterator[Work]:
-        """All until the first token of a prompt, of which `restored` leading tokens are not
-        computed. Of a prompt restored to its end the last hidden state is there."""
+        """Yield the work until the first token of a prompt whose `restored` leading tokens are not
+        computed. If all are restored, the last hidden state is, too."""
         if restored:
             yield self.restore()
         if restored == length:
@@ -230,13 +230,13 @@ class ModelWork:
 
 
 def num_bytes(tensors: Iterable) -> int:
-    """Bytes of some tensors."""
+    """Sum the bytes of some tensors."""
     return sum(tensor.nbytes for tensor in tensors)
 
 
 def _attention(layers: list[tuple[KVShape, float]], spec: CacheSpec) -> Iterator[Attention]:
-    """Layers of one KV shape together: the groups of the spec are in the same order, full attention
-    before local."""
+    """Yield the layers of each KV shape together. The groups of the spec are in the same order,
+    full attention before local."""
     shapes = sorted(dict.fromkeys(shape for shape, _ in layers), key=lambda kv: kv.is_local)
     for shape, group in zip(shapes, spec.groups, strict=True):
         flops = 2.0 * sum(size for other, size in layers if other == shape)

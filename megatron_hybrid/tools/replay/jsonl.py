@@ -6,9 +6,9 @@
 | `messages` | the same, messages |
 | `tokens`, `prompt_tokens` | the same, token ids |
 | `tools` | optional, with messages: JSON schemas of functions |
-| `output` or `completion` | if known: the answer, text or token ids |
-| `session` | if known: a string or a number; turns of one session follow each other |
-| `turn`, `arrival` | if known: a whole number from 0; seconds |
+| `output` or `completion` | optional: the answer, text or token ids |
+| `session` | optional: a string or a number; turns of one session follow each other |
+| `turn`, `arrival` | optional: a whole number from 0; seconds |
 
 Other fields, null fields and empty lines are ignored.
 """
@@ -38,12 +38,12 @@ def load_jsonl(
     """Yield the requests of a file. Without an output the answer is empty.
 
     Args:
-        tokenize: for text and chats; None: they are errors.
+        tokenize: tokenizes text and chats; without it they are errors.
         vocab_size: token ids lie in [0, vocab_size).
 
     Raises:
-        ValueError: a line is not a request, or out of order, or there is none; the message names
-            file, line and remedy.
+        ValueError: a line is not a request, or out of order, or the file has none; the message
+            names file, line and remedy.
     """
     index = -1
     latest: dict[tuple[str, int | str | None], float] = {}
@@ -79,7 +79,7 @@ def rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _check_order(
     row: dict[str, Any], request: Request, latest: dict[tuple[str, int | str | None], float]
 ) -> None:
-    """Check that a request is in order. latest: values so far, by field and session."""
+    """Raise ValueError for a request out of order. latest: values so far, by field and session."""
     for field, session, now, of in (
         ("arrival", None, request.arrival, ""),
         ("turn", request.session, request.turn, " of its session"),
@@ -129,7 +129,7 @@ def _request(row: dict[str, Any], index: int, tokenize: Tokenize | None, vocab: 
 
 
 def _checked(row: dict[str, Any], field: str, hint: Any, default: Any) -> Any:
-    """The value of a field, if it is not null. Raises ValueError if its annotation is another."""
+    """Return the value of a field, or the default for null. Raise ValueError for another type."""
     if (value := row.get(field)) is None:
         return default
     check_field(f"`{field}`", value, hint)
@@ -137,7 +137,7 @@ def _checked(row: dict[str, Any], field: str, hint: Any, default: Any) -> Any:
 
 
 def _one_of(row: dict[str, Any], names: Sequence[str]) -> str | None:
-    """The only field of `names` that is not null."""
+    """Find the only field of `names` that is not null. Raise ValueError if there are several."""
     found = [name for name in names if row.get(name) is not None]
     if len(found) > 1:
         raise ValueError(f"both `{found[0]}` and `{found[1]}` are given: keep one of them")
@@ -151,7 +151,7 @@ def _tokens(
     vocab: int,
     tools: list[dict] | None = None,
 ) -> tuple[np.ndarray, tuple[int, ...]]:
-    """int32 [n] of text, a chat or a list of ids; likely junctions of a chat."""
+    """Return int32 [n], the token ids of text, a chat or a list, and likely junctions of a chat."""
     starts: Sequence[int] = ()
     is_answer = field in OUTPUT_FIELDS
     # An answer is no chat: rendered as one, it would end with the header of the next answer.

@@ -15,28 +15,28 @@ class Running:
     prompt_tokens: int
     skipped_tokens: int
     node: Node | None
-    """The node of its last token; None: its tokens are not cached."""
+    """The node of its last token; None if its tokens are not cached."""
 
 
 class LeastRecentlyUsed(Engine):
     """KV in blocks, with states at block ends: the last one inside the prompt, the last one of its
     known prefix (its junction), and the last one of the answer; all under a byte budget.
 
-    The least recently used item is evicted first, of equals the later position. A match uses all
-    blocks on its path, and the restored state. KV of requests in flight is pinned; states are not,
-    since a request copies them at its start.
+    The least recently used item is evicted first, and of equal ones that at the later position. A
+    match uses all blocks on its path, and the restored state. KV of requests in flight is pinned;
+    states are not, since a request copies them at its start.
 
     Args:
         block: tokens are cached in whole blocks of this size.
-        state_bytes: of a saved state.
-        budget_bytes: for all KV and all saved states.
+        state_bytes: size of a saved state.
+        budget_bytes: limit of all KV and all saved states.
     """
 
     def __init__(self, block: int, kv_bytes_per_token: int, state_bytes: int, budget_bytes: float):
         self.tree = TokenTree(block, self.changed)
         self.kv_bytes = kv_bytes_per_token
         self.needs_state = state_bytes > 0
-        """False: a prompt resumes from KV alone."""
+        """Whether a prompt needs a state to resume, in addition to KV."""
         self.budget = budget_bytes
         self.tick = 0
         self.running = 0
@@ -61,12 +61,12 @@ class LeastRecentlyUsed(Engine):
         self.end(handle, tokens, self.saved_of_answer(handle.prompt_tokens, len(tokens)))
 
     def saved_of_prompt(self, skipped: int, junction: int, last: int) -> tuple[int, ...]:
-        """Positions of the states that a prefill from `skipped` saves. junction, last: the last
-        block ends of the known prefix, and of the prompt."""
+        """Return the positions of the states that a prefill from `skipped` saves. junction, last:
+        the last block ends of the known prefix, and of the prompt."""
         return junction, last
 
     def saved_of_answer(self, prompt_tokens: int, num_tokens: int) -> tuple[int, ...]:
-        """Positions of the states saved at the end. num_tokens: of prompt and answer."""
+        """Return the positions of the states saved at the end of prompt and answer together."""
         return (self.tree.whole(num_tokens),)
 
     @property
@@ -74,7 +74,7 @@ class LeastRecentlyUsed(Engine):
         return self.tree.num_tokens * self.kv_bytes + self.tree.num_states * self._state_bytes
 
     def enter(self, tokens: np.ndarray, restored: int, saved: Iterable[int]) -> Node | None:
-        """Cache tokens and their states. Returns the node of the last token, pinned; None: no
+        """Cache tokens and their states. Return the node of the last token, pinned, or None without
         room."""
         tree, before = self.tree, self.tree.num_tokens
         path = tree.insert(tokens, self.tick)
@@ -101,8 +101,8 @@ class LeastRecentlyUsed(Engine):
         return True
 
     def start(self, tokens: np.ndarray, skipped: int, saved: Iterable[int]) -> Running | None:
-        """Begin a request that restores at `skipped` and saves states at `saved`. If it does not
-        fit even alone, it runs outside the cache, and skips nothing."""
+        """Begin a request that restores at `skipped` and saves states at `saved`, or return None if
+        it has to wait. If it does not fit even alone, it runs outside the cache, and skips none."""
         node = self.enter(tokens, skipped, saved)
         if node is None and self.running:
             return None
@@ -122,12 +122,12 @@ class LeastRecentlyUsed(Engine):
     # ---- a lazy heap: an entry counts if its key is still that of its item ----
 
     def changed(self, node: Node) -> None:
-        """Callback: a node changed, see `TokenTree`."""
+        """Note that a node has changed: the callback of `TokenTree`."""
         if self.kv_bytes and self._droppable(node):  # else dropping it frees nothing
             self._push(node.last_access, node.end, node)
 
     def used(self, state: State) -> None:
-        """Callback: a state was saved or restored, `state.last_access` is new."""
+        """Note that a state was saved or restored, and has a new `last_access`."""
         self._push(state.last_access, state.position, state)
 
     def _push(self, tick: int, position: int, item: Node | State) -> None:
@@ -135,7 +135,7 @@ class LeastRecentlyUsed(Engine):
         heapq.heappush(self._heap, (tick, -position, self._pushed, item))
 
     def evict_one(self, over: float) -> bool:
-        """Evict the least valuable item, of KV only as much as frees `over` bytes; False: none."""
+        """Evict the least recently used item, of KV only `over` bytes. Return whether one was."""
         while self._heap:
             tick, position, _, item = heapq.heappop(self._heap)
             if item.last_access != tick:

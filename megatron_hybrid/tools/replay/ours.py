@@ -14,7 +14,7 @@ from megatron_hybrid.tools.replay.protocol import WINDOW_STEP_TOKENS, Attempts, 
 @dataclass(eq=False)
 class Running:
     lease: object | None
-    """None: the pool can never hold this request; it runs outside the cache."""
+    """The lease; None if the pool can never hold this request, which runs outside the cache."""
     skipped_tokens: int
 
 
@@ -22,7 +22,7 @@ class Ours(Engine):
     """One `PrefixCache`; `cache` is public for its counters.
 
     Args:
-        policy: default: this project's.
+        policy: None takes this project's default.
     """
 
     def __init__(self, spec: CacheSpec, budget_bytes: float, policy: Policy | None = None):
@@ -70,7 +70,7 @@ class Ours(Engine):
         self.cache.release(lease)
 
     def _compute(self, lease, tokens: np.ndarray, end: int) -> bool:
-        """Run forwards up to `end`, and save the wanted states; False: no room."""
+        """Run forwards up to `end`, and save the wanted states. Return whether there was room."""
         cache, chunk = self.cache, self._longest_forward(end) or end
         while lease.done < end:
             start = lease.done

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import numpy as np
 
 STEP_TOKENS, WINDOW_STEP_TOKENS = 8192, 2048
-"""Tokens of the longest forward, the same for all engines that split prompts, vLLM's default on
-large GPUs; and with windows, where a forward holds the KV of all its tokens in all layers."""
+"""Tokens of the longest forward, for all engines that split prompts: vLLM's default on large GPUs;
+and a limit for windows, where a forward holds the KV of all its tokens in all layers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +18,7 @@ class Request:
     prompt: np.ndarray
     """int32 [L], L >= 1; read-only, often a view shared by the requests of a session."""
     output: np.ndarray
-    """int32 [m]: the answer; empty: not known."""
+    """int32 [m]: the answer; empty if it is unknown."""
     session: int | str
     """Each turn of a session starts after the end of the turn before."""
     turn: int
@@ -29,8 +29,8 @@ class Request:
 
 
 class Attempts:
-    """Corrects the skipped tokens of an engine that may run out of room inside a prompt: the next
-    attempt must not count the tokens cached by the failed one."""
+    """A correction of skipped tokens for an engine that may run out of room inside a prompt: the
+    next attempt must not count the tokens that the failed one has cached."""
 
     def __init__(self):
         self._prompt, self._skipped = None, 0
@@ -40,7 +40,7 @@ class Attempts:
         self._prompt, self._skipped = prompt, self.admitted(prompt, skipped_tokens)
 
     def admitted(self, prompt: Any, skipped_tokens: int) -> int:
-        """Tokens that were computed in no attempt."""
+        """Count the tokens that no attempt has computed."""
         return min(skipped_tokens, self._skipped) if prompt is self._prompt else skipped_tokens
 
 
@@ -50,11 +50,11 @@ class Engine(Protocol):
     dropped)."""
 
     def begin(self, prompt: Any, message_starts: Sequence[int] = ()) -> Any:
-        """Begin a request. prompt, message_starts: of `Request`.
+        """Begin a request. prompt, message_starts: those of a `Request`.
 
         Returns:
             Its handle, which has `skipped_tokens`: leading tokens of the prompt that are not
-            computed. None: those in flight leave no room.
+            computed. None if the requests in flight leave no room.
         """
 
     def finish(self, handle: Any, tokens: Any) -> None:

@@ -27,7 +27,7 @@ MEGATRON_BLOCK = 256
 
 
 class _LastTokenComputed(LeastRecentlyUsed):
-    """Always computes a prompt's last token, since no logits are saved."""
+    """A cache that always computes a prompt's last token, since no logits are saved."""
 
     def begin(self, prompt: np.ndarray, message_starts: Sequence[int] = ()) -> Running | None:
         running = super().begin(prompt)
@@ -74,12 +74,12 @@ class Rule:
     block_tokens: int
     """Distance of the positions from which a prompt can resume."""
     build: Callable[[float], LeastRecentlyUsed]
-    """Makes a cache of this many bytes."""
+    """Makes a cache of so many bytes."""
 
 
 def unified_block(state_bytes: int, kv_bytes: int) -> int:
-    """Tokens of the smallest block whose KV in one layer is at least as large as one layer's state:
-    vLLM (`align` mode) keeps KV blocks and states in pages of one size.
+    """Return the tokens of the smallest block whose KV in one layer is at least as large as one
+    layer's state: vLLM (`align` mode) keeps KV blocks and states in pages of one size.
 
     Args:
         state_bytes: the largest state of one layer.

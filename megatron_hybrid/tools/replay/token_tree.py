@@ -13,7 +13,7 @@ class State:
     """A saved state."""
 
     node: Node | None
-    """None: dropped."""
+    """Its node, None once it is dropped."""
     position: int
     last_access: int = 0
 
@@ -23,14 +23,14 @@ class Node:
     """The positions (start, end] of a path, and the states saved there."""
 
     parent: Node | None
-    """None: the root, or dropped."""
+    """None for the root, and for a dropped node."""
     start: int
     tokens: np.ndarray
     children: dict[bytes, Node] = field(default_factory=dict)
     states: dict[int, State] = field(default_factory=dict)
     last_access: int = 0
     pins: int = 0
-    """Running requests whose last token is here."""
+    """Number of running requests whose last token is here."""
 
     @property
     def end(self) -> int:
@@ -52,8 +52,8 @@ class TokenTree:
         self._changed = changed
 
     def walk(self, tokens: np.ndarray) -> tuple[list[Node], int]:
-        """Nodes on the longest known prefix of tokens (int32), and its length, a multiple of the
-        block."""
+        """Find the nodes on the longest known prefix of tokens (int32), and its length, a multiple
+        of the block."""
         node, path, depth, n = self.root, [], 0, self.whole(len(tokens))
         while depth < n:
             node = node.children.get(self._key(tokens, depth))
@@ -66,7 +66,7 @@ class TokenTree:
         return path, depth
 
     def whole(self, n: int) -> int:
-        """Length n, truncated to whole blocks."""
+        """Truncate a length to whole blocks."""
         return n // self.block * self.block
 
     def _key(self, tokens: np.ndarray, start: int) -> bytes:
@@ -79,7 +79,7 @@ class TokenTree:
         return self.whole(first if differ[first] else n)
 
     def insert(self, tokens: np.ndarray, tick: int) -> list[Node]:
-        """Add all whole blocks of tokens. Returns their path, marked as used. It is split at the
+        """Add all whole blocks of tokens. Return their path, marked as used. It is split at the
         junction, which is therefore always the end of a node."""
         path, depth = self.walk(tokens)
         if path and depth < path[-1].end:
@@ -97,7 +97,7 @@ class TokenTree:
         return path
 
     def _split(self, node: Node, at: int) -> Node:
-        """Split a node. Returns the upper part, which is a new node."""
+        """Split a node. Return the upper part, which is a new node."""
         cut = at - node.start
         upper = Node(node.parent, node.start, node.tokens[:cut].copy())
         upper.last_access = node.last_access
@@ -147,7 +147,7 @@ class TokenTree:
 
 
 def deepest_state(path: list[Node], limit: int) -> State | None:
-    """The last state on a path at a position <= limit."""
+    """Find the last state on a path at a position <= limit, or None."""
     for node in reversed(path):
         position = max((p for p in node.states if p <= limit), default=None)
         if position is not None:
