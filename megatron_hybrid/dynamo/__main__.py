@@ -1,8 +1,8 @@
 """A worker of NVIDIA Dynamo over one `AsyncEngine`: python -m megatron_hybrid.dynamo MODEL
 
 Dynamo's frontend speaks HTTP, writes chats, tokenizes and detokenizes, and sends each prompt to one
-of its workers; docs/guides/many_machines.md shows how they are started. What a request may ask, its
-limits, its guides and the end are those of `megatron-hybrid serve`.
+of its workers; docs/guides/many_machines.md shows how they are started. The options of a request,
+its limits, its guides and the end are those of `megatron-hybrid serve`.
 """
 
 from __future__ import annotations
@@ -79,19 +79,19 @@ from megatron_hybrid.utils.child_lifetime import EndSignal
 logger = logging.getLogger(__name__)
 PROGRAM = ("-m", "megatron_hybrid.dynamo")
 _PLACE = "backend", "generate"
-"""Component and endpoint."""
+"""Default component and endpoint."""
 _PARSER_NAMES = {"openai": "harmony", "deepseek_v31": "deepseek_v3_1"}
 """Names of Dynamo's parsers of calls, where they differ from ours."""
 _WATCH_SECONDS = 0.2
 _LOAD_SECONDS = 0.5
 _SCRAPE_SECONDS = 5.0
 _DISCOVERY_SECONDS = 2.0
-"""Seconds between two looks whether discovery has this worker."""
+"""Seconds between two checks whether discovery has this worker."""
 _MOST_REGISTRATIONS = 10
-"""Registrations in a row that discovery does not show; then the worker ends."""
+"""Most registrations in a row that discovery does not show. After these the worker ends."""
 _SETTLE_SECONDS = 1.0
 """Seconds for a relay to connect to the publisher of KV events, and for cards to come. A worker
-waits for up to three times as long before it registers: two that wait are seldom as fast."""
+waits one to three times as long, at random, before it registers: two seldom do so at once."""
 _SERVING_FIELDS = ("max_waiting", "model_name", "drain_seconds")
 """Fields of ServingConfig that a worker has options for, those of `serve`."""
 
@@ -101,10 +101,10 @@ class HybridWorker:
     used: that ends an answer with its first sample.
 
     Args:
-        service: of the engine.
-        options: of Dynamo's workers.
-        folder: with config.json and the tokenizer, for the frontend.
-        publisher: of KV events, which Dynamo reads; None: no events are published.
+        service: that of the engine.
+        options: those of Dynamo's workers.
+        folder: has config.json and the tokenizer, for the frontend.
+        publisher: publishes KV events, which Dynamo reads. With None none are published.
     """
 
     def __init__(
@@ -249,8 +249,8 @@ class HybridWorker:
                 await asyncio.gather(serving, self._stay_in_discovery(place, register))
 
     def _tool_parser(self, options: DynamoRuntimeConfig) -> str | None:
-        """Name of Dynamo's parser of calls: the one that was asked for, or that the template
-        shows."""
+        """Return the name of Dynamo's parser of calls: the one that was asked for, or that the
+        template shows."""
         template = self.service.tokenizer.template_source(())
         if options.dyn_tool_call_parser is not None or template is None:
             return options.dyn_tool_call_parser
@@ -261,7 +261,7 @@ class HybridWorker:
     # Requests ------------------------------------------------------------------------------------
 
     async def generate(self, request: Mapping[str, Any], context: Context) -> AsyncIterator[Json]:
-        """The chunks of an answer, as Dynamo reads them.
+        """Yield the chunks of an answer, as Dynamo reads them.
 
         Raises:
             DynamoException: the request cannot be served, or not to its end.
@@ -309,28 +309,28 @@ class HybridWorker:
                         put(chunks.of(output))
 
     def _told(self, error: ApiError) -> Exception:
-        """An error as Dynamo knows it. After one that tells of the worker's end, the frontend goes
-        on with another worker."""
+        """Return an error as Dynamo's. After one of the worker's end, the frontend goes on with
+        another worker."""
         ends = self.service.engine.rank_failure is not None or self._shutdown.has_begun
         if ends and error.status in (499, 503):
             return EngineShutdown(str(error))
         return (InvalidArgument if error.status == 400 else Unknown)(str(error))
 
-    # What operators and the router are told ------------------------------------------------------
+    # Reports to operators and the router ---------------------------------------------------------
 
     async def _live(self, body: Json) -> Json:
-        """Answer /engine/live. Raises when no step goes on; a failed rank ends the worker."""
+        """Answer /engine/live, or raise if no step goes on. A failed rank ends the worker."""
         if (stall := self.service.admission.stall) is not None:
             raise RuntimeError(stall)
         return {"status": "live"}
 
     def _metrics(self, loop: asyncio.AbstractEventLoop) -> str:
-        """Return the text of /metrics; it is made in another thread."""
+        """Return the text of /metrics. Dynamo calls this in another thread than the loop's."""
         asked = asyncio.run_coroutine_threadsafe(self.service.engine.metrics(), loop)
         return asked.result(_SCRAPE_SECONDS)
 
     async def _tell_load(self, loads: WorkerMetricsPublisher) -> None:
-        """Tell the router again and again how many blocks running requests have."""
+        """Report to the router again and again how many blocks running requests have."""
         while True:
             stats = await self.service.engine.stats()
             loads.publish(0, kv_used_blocks=stats["kv_blocks_in_use"])
@@ -339,9 +339,9 @@ class HybridWorker:
     async def _stay_in_discovery(
         self, place: _Place, register: Callable[[], Awaitable[None]]
     ) -> None:
-        """Be ready while frontends send requests here. Register anew whenever discovery has lost
-        this worker, as after a pause beyond its lease; end if that does not help. Other weights
-        that have its name meanwhile are waited for."""
+        """Report this worker as ready while discovery has it. Register anew whenever discovery has
+        lost it, as after a pause beyond its lease; end it if that does not help. While other
+        weights have its name, wait for them to go."""
         num_tries = 0
         while num_tries <= _MOST_REGISTRATIONS:
             await asyncio.sleep(_DISCOVERY_SECONDS)
@@ -363,15 +363,15 @@ class HybridWorker:
     # The end -------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """End after a signal that was noted, or when another rank has failed."""
+        """Begin the end after a signal that was noted, or when another rank has failed."""
         while True:
             self._shutdown.begin_if_due()
             await asyncio.sleep(_WATCH_SECONDS)
 
 
 class _Place:
-    """What discovery has of a worker, and of others at its endpoint. card: the folder of the card
-    of the worker's model, which is that of its weights, too."""
+    """The entries of a worker, and of others at its endpoint, in discovery. `card` is the folder of
+    the model's card, whose name depends on the weights."""
 
     def __init__(self, endpoint: Endpoint, client: Client, name: str, card: str):
         self._endpoint, self._client, self._name, self._card = endpoint, client, name, card
@@ -387,7 +387,7 @@ class _Place:
 
     @property
     def other_weights(self) -> set[str]:
-        """Folders of cards of this name, with other weights: frontends would refuse the worker."""
+        """Folders of cards of this name with other weights. Frontends would refuse the worker."""
         cards = map(json.loads, self._watched.get_model_cards().values())
         return {c["source_path"] for c in cards if c["display_name"] == self._name} - {self._card}
 
@@ -396,7 +396,7 @@ class _Place:
 
 
 def command_parser() -> CommandParser:
-    """The parser of the options, ours and those of all of Dynamo's workers."""
+    """Make the parser of the options, ours and those of all of Dynamo's workers."""
     about = "Serve a model as a worker of NVIDIA Dynamo."
     parser = CommandParser("serve", about, f"python {' '.join(PROGRAM)}")
     parser.epilog = (
@@ -427,7 +427,7 @@ def command_parser() -> CommandParser:
 
 
 def _run(options: argparse.Namespace, end: EndSignal) -> int:
-    # What is wrong is told now, not after the model is loaded.
+    # Fail now, not after the model is loaded.
     given = DynamoRuntimeConfig.from_cli_args(options)
     given.validate()
     parse_endpoint_types(given.endpoint_types)
@@ -464,7 +464,7 @@ def _run(options: argparse.Namespace, end: EndSignal) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a worker until SIGTERM or Ctrl-C. Returns the exit status."""
+    """Run a worker until SIGTERM or Ctrl-C. Return the exit status."""
     options = command_parser().read(sys.argv[1:] if arguments is None else arguments)
     with EndSignal() as end:
         return reported(partial(_run, end=end), options)

@@ -1,5 +1,5 @@
-"""Folders that tell NVIDIA Dynamo's frontend of a model: config.json and the tokenizer, in the form
-of Hugging Face."""
+"""Folders that describe a model to NVIDIA Dynamo's frontend: config.json and the tokenizer, in the
+form of Hugging Face."""
 
 import hashlib
 import json
@@ -15,23 +15,23 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.text.tokenizer_files import TOKENIZER_FILE
 
 _READ = {".json", ".jinja", ".model", ".txt"}
-"""What the frontend may read of a folder of Hugging Face."""
+"""Endings of the files that the frontend may read of a folder of Hugging Face."""
 _WHOLE_BYTES = 1 << 30
-"""Files of up to so many bytes count whole; of others a piece in each step, and both ends."""
+"""Files of up to so many bytes are hashed whole; of others a piece in each step, and both ends."""
 _PIECE_BYTES, _STEP_BYTES = 4 << 10, 4 << 20
 
 
 def card_folder(folder: Path, tokenizer: Tokenizer, context: int, dtype: str) -> Path:
     """Make a folder with all that the frontend reads, without weights.
 
-    Its name is that of its content, and a fingerprint of the weights is a part of that: Dynamo
-    takes workers for those of one model only if their folders have one path and the same content,
-    and refuses others under its name. It stays for later processes.
+    Its name is a hash of its content, which includes a fingerprint of the weights: Dynamo takes
+    workers for those of one model only if their folders have the same path and content, and refuses
+    others under its name. The folder stays for later processes.
 
     Args:
-        tokenizer: of the model, with its chat template.
+        tokenizer: that of the model, with its chat template.
         context: most tokens of prompt and answer.
-        dtype: in which the weights are used.
+        dtype: the one in which the weights are used.
     """
     values = CheckpointFolder(folder).values
     is_foreign = "model_type" in values and (folder / TOKENIZER_FILE).is_file()
@@ -65,7 +65,7 @@ def card_folder(folder: Path, tokenizer: Tokenizer, context: int, dtype: str) ->
 
 
 def _digest(folder: Path, left_out: Collection[str] = ()) -> str:
-    """Hash the names and contents of a folder's files. left_out: endings of those that count not.
+    """Hash the names and contents of a folder's files, except those with endings in `left_out`.
     Weights that were trained further have another hash, and so have those in other files."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):

@@ -1,7 +1,7 @@
 """Requests of NVIDIA Dynamo's frontend, and the chunks that answer them, as plain data.
 
-A request becomes one of /v1/completions with token ids: so it is checked, and refused, as every
-other one of the server. Dynamo need not be installed.
+A request becomes one of /v1/completions with token ids, so that it is checked, and refused, like
+any other request of the server. Dynamo need not be installed.
 """
 
 from collections.abc import Mapping
@@ -50,12 +50,12 @@ UNSUPPORTED = (
     *("prompt_embeds", "multi_modal_data", "encoder_result"),
     *("prefill_result", "bootstrap_info"),
 )
-"""Fields of a request for what this worker has not: pictures, and prefill apart from decoding."""
+"""Fields of a request for what this worker lacks: pictures, and prefill apart from decoding."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, as the engine takes it."""
+    """A request in the form that the engine takes."""
 
     fields: CompletionFields
     params: SamplingParams
@@ -63,7 +63,7 @@ class Asked:
     """The guide, and the field that asks for it."""
     salt: str
     shown_stops: frozenset[int]
-    """Tokens that the caller has named as stops."""
+    """Stop tokens that the caller has named."""
 
 
 def read_request(
@@ -76,7 +76,7 @@ def read_request(
         room: most tokens of prompt and answer.
 
     Raises:
-        ApiError: it asks for what there is not.
+        ApiError: it asks for what this worker lacks.
     """
     for name in UNSUPPORTED:
         if request.get(name):
@@ -136,9 +136,9 @@ def read_request(
 
 
 def _calls_alone(tag: Any) -> Any:
-    """Return a structural tag in which calls that must come are all of the answer, as `serve` has
-    it. One tool is called once: Dynamo's tag for a named one is that for the only one. It lets any
-    text follow the calls. Its own tags have a style, which callers leave out."""
+    """Return a structural tag in which required calls are all of the answer, as in `serve`. In
+    Dynamo's own tags, which have a style that callers leave out, any text may follow the calls. A
+    single tool is called once: Dynamo's tag for a named tool is that for the only one."""
     form = _object(_object(tag).get("format"))
     tags = form.get("tags")
     if not (form.get("type") == "triggered_tags" and form.get("at_least_one")):
@@ -157,16 +157,16 @@ def _object(value: Any) -> Mapping[str, Any]:
 
 
 def _decimal(value: Any) -> Any:
-    """A number as the caller wrote it: Dynamo keeps 32 bits of it, and 0.7 would be 0.699999988."""
+    """Return a number as the caller wrote it: Dynamo keeps 32 bits, so that 0.7 is 0.699999988."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 class Chunks:
-    """Makes the chunks of one answer.
+    """The chunks of one answer.
 
     Args:
         asked: the request.
-        tokenizer: for the names of tokens.
+        tokenizer: names the tokens.
     """
 
     def __init__(self, asked: Asked, tokenizer: Tokenizer):
@@ -175,7 +175,7 @@ class Chunks:
         self._num_generated = 0
 
     def of(self, output: RequestOutput) -> Json:
-        """The chunk of what a step added to one sample."""
+        """Return the chunk of what a step added to one sample."""
         self._num_generated += len(output.token_ids)
         chunk: Json = {"token_ids": output.token_ids, "index": output.sample_index}
         num_top = self._asked.fields.num_top
