@@ -1,8 +1,8 @@
 """Checkpoints of a training run: folders of megatron-core's distributed format, whole or not there.
 
 A save fills `iter_0000100.saving` and renames it to `iter_0000100` once all of it is on disk, so a
-crash at any moment leaves the checkpoints before it as they were. A file next to the tensors lists
-the sizes of all others; a folder that does not have them is torn, and passed over.
+crash at any moment leaves earlier checkpoints as they were. A file next to the tensors lists the
+sizes of all other files; a folder whose files differ is torn, and passed over.
 """
 
 import json
@@ -35,7 +35,7 @@ from megatron_hybrid.utils.files import replace_file
 logger = logging.getLogger(__name__)
 
 LATEST = "latest_checkpointed_iteration.txt"
-"""File with the newest step, as Megatron-LM has it."""
+"""File with the newest step, as in Megatron-LM."""
 _FILES = "files.json"
 _SAVING = ".saving"
 _NAME = re.compile(r"iter_\d{7,}")
@@ -44,7 +44,7 @@ OPTIMIZER_FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
 }
-"""Metadata by which core names an optimizer's states after parameters, for any layout."""
+"""Metadata that makes core name an optimizer's states after parameters, for any layout."""
 
 
 @dataclass
@@ -52,10 +52,10 @@ class CheckpointFields(Fields):
     """Fields of the checkpoints of a run: when it saves, and how many it keeps."""
 
     every_steps: int = 1000
-    """Steps between two checkpoints; 0: one checkpoint, at the end."""
+    """Steps between two checkpoints. With 0 there is one checkpoint, at the end."""
 
     keep: int = 2
-    """Number of newest checkpoints that are kept; 0: all."""
+    """Number of newest checkpoints that are kept; 0 keeps all."""
 
     asynchronous: bool = True
     """Write a checkpoint in a separate process while the training continues."""
@@ -65,8 +65,8 @@ class Checkpoints:
     """The checkpoints in one folder, shared by all ranks.
 
     Args:
-        folder: where they lie; made with the first one.
-        keep: newest ones that a save leaves; 0: all.
+        folder: the folder of the checkpoints, which the first one makes.
+        keep: number of newest checkpoints that a save leaves; 0 leaves all.
         asynchronous: whether `save` returns while files are written.
     """
 
@@ -79,8 +79,8 @@ class Checkpoints:
         """Write a checkpoint; every rank calls it.
 
         Args:
-            step: its number.
-            state: sharded, see `megatron.core.dist_checkpointing`.
+            step: the number of the checkpoint.
+            state: a sharded state, see `megatron.core.dist_checkpointing`.
 
         Raises:
             OSError: the folder cannot be written; on all ranks.
@@ -105,10 +105,10 @@ class Checkpoints:
 
     def finish(self, wait: bool = True) -> bool:
         """Complete the save under way, if its files are written; every rank calls it, also after
-        each step. wait: for the files.
+        each step. With `wait`, wait for the files.
 
         Returns:
-            Whether it is still under way.
+            Whether a save is still under way.
         """
         with self._failures():
             self._queue.maybe_finalize_async_calls(blocking=wait)
@@ -116,15 +116,15 @@ class Checkpoints:
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Core raises what failed on any rank on all of them, with whole tracebacks, and logs it in
-        each of its processes."""
+        """Turn core's error, which has whole tracebacks, into a short CheckpointError, and silence
+        its logs. Core raises the error of any rank on all ranks."""
         logged = logging.getLogger(dist_checkpointing.__name__)
         level = logged.level
         try:
             logged.setLevel(logging.CRITICAL)
             yield
         except CheckpointException as error:
-            free = shutil.disk_usage(self.folder).free >> 20  # torch tells of a full disk as a bug
+            free = shutil.disk_usage(self.folder).free >> 20  # torch reports a full disk as a bug
             raise CheckpointError(
                 f"a save to {self.folder} has failed, the checkpoints before it are as they were: "
                 f"{_last_line(error)} ({free:,} MiB are free on its disk)"
@@ -156,13 +156,13 @@ class Checkpoints:
             shutil.rmtree(doomed)
 
     def _paths(self) -> list[Path]:
-        """Folders of the checkpoints, newest first, whole or not."""
+        """Return the folders of the checkpoints, newest first, whole or not."""
         found = [path for path in self.folder.glob("iter_*") if _NAME.fullmatch(path.name)]
         return sorted(found, key=lambda path: int(path.name.removeprefix("iter_")), reverse=True)
 
     def newest(self) -> Path | None:
-        """The newest whole checkpoint, the same on all ranks, which all call it. Torn ones are
-        named in a warning."""
+        """Find the newest whole checkpoint, the same on all ranks, which all call it. A warning
+        names torn ones."""
         found: list[Path | None] = [None]
         if dist.get_rank() == 0:
             for path in self.folder.glob(f"iter_*{_SAVING}"):
@@ -177,7 +177,7 @@ class Checkpoints:
 
 
 def why_torn(path: Path) -> str | None:
-    """Say what is missing of a checkpoint's files; None: it is whole."""
+    """Return what is wrong with a checkpoint's files, or None if it is whole."""
     try:
         sizes = json.loads((path / _FILES).read_text())
     except (OSError, ValueError):
@@ -193,10 +193,10 @@ def why_torn(path: Path) -> str | None:
 
 
 def read_common(path: Path) -> dict[str, Any]:
-    """Read what a checkpoint holds in addition to its tensors.
+    """Read the values of a checkpoint that are not tensors.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the checkpoint cannot be read.
     """
     try:
         with quiet_core():
@@ -209,7 +209,7 @@ def load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
     """Fill a sharded state with a checkpoint's values; every rank calls it.
 
     Raises:
-        CheckpointError: it does not fit.
+        CheckpointError: the checkpoint does not fit, or cannot be read.
     """
     try:
         with torch.no_grad(), quiet_core():  # core writes into views of the parameters
@@ -219,12 +219,12 @@ def load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _last_line(error: BaseException) -> str:
-    """Return the last line of the message: core's has whole tracebacks."""
+    """Return the last line of an error's message, since core's have whole tracebacks."""
     return str(error).strip().rpartition("\n")[2]
 
 
 def random_state() -> ShardedObject:
-    """This rank's random generators, as a part of a state to save or load."""
+    """Return this rank's random generators, as a part of a state to save or load."""
     state: dict[str, Any] = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -234,7 +234,7 @@ def random_state() -> ShardedObject:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Set what `random_state` gave."""
+    """Set this rank's random generators from a state of `random_state`."""
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
@@ -243,7 +243,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Flush to the disk, so that a rename cannot overtake what it names."""
+    """Flush a file or folder to the disk, so that a later rename cannot reach it before."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
 """A patch of megatron-core, whose training code then runs on a CPU: data parallelism, optimizers,
 schedules, pipelines, checkpoints.
 
-Core asks for a CUDA device in many places, though what it computes there runs anywhere. Under
+Core asks for a CUDA device in many places, though its computations there run anywhere. Under
 `core_cpu_patch()` all calls from its modules are answered with the CPU. Code outside of core gets
 torch's own answers.
 """
@@ -25,7 +25,7 @@ _ANSWERS = {
     "synchronize": None,
     "current_stream": None,
 }
-"""Functions of `torch.cuda`, and what they return to core."""
+"""Functions of `torch.cuda` -> the values that they return to core."""
 _SET_STATES = "_set_main_param_and_optimizer_states"
 
 
@@ -61,10 +61,10 @@ def _answer(value: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
 def _set_states(self: Any, model_param: Any, tensors: dict, core: Callable) -> None:
     """Stand in for `DistributedOptimizer._set_main_param_and_optimizer_states` (0.16.1, 0.19.2).
 
-    Core copies all that the optimizer keeps of a parameter: of torch's Adam, which it uses without
-    Transformer Engine and apex, `step` too. Checkpoints in the formats 'fully_reshardable' and
-    'dp_zero_gather_scatter' do not have that (KeyError: 'step'); of 'dp_reshardable' it takes the
-    step from before the load, in silence. Moreover its `load_state_dict` gives one tensor to all
+    Core copies all states of a parameter, and without Transformer Engine and apex those of torch's
+    Adam include `step`. Checkpoints in the formats 'fully_reshardable' and
+    'dp_zero_gather_scatter' lack it (KeyError: 'step'); with 'dp_reshardable' core silently takes
+    the step from before the load. Moreover its `load_state_dict` gives one tensor to all
     parameters, so that each of them counts the steps of all. Here each gets a copy of its own, with
     the value that was loaded.
     """
@@ -79,7 +79,7 @@ def core_cpu_patch() -> Iterator[None]:
     """Let megatron-core's training code run on the CPU in this context.
 
     Raises:
-        RuntimeError: core copies the states of its optimizers in another way than it did.
+        RuntimeError: core copies the states of its optimizers in another way than before.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 

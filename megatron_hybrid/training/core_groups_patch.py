@@ -1,4 +1,4 @@
-"""A patch of megatron-core's optimizers: states of 16-bit and fp32 parameters are saved right."""
+"""A patch of megatron-core's optimizers, to save states of 16-bit and fp32 parameters correctly."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,13 +9,13 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 
 
 def patch_mixed_groups(optimizer: MegatronOptimizer) -> None:
-    """Let an optimizer of core (0.16.1 to 0.19.2) save and load the states of all its parameters,
-    where a group has parameters of bf16 or fp16 and of fp32. Call it once, after
+    """Let an optimizer of core (0.16.1 to 0.19.2) save and load the states of all its parameters
+    even if a group has parameters of bf16 or fp16 and of fp32. Call it once, after
     `get_megatron_optimizer`.
 
-    Core numbers such parameters wrongly: its distributed optimizer buffer by buffer, though Adam
-    has a group's fp32 parameters first, so that a checkpoint has the states of other parameters or
-    fails for their shapes; its plain one counts the 16-bit parameters alone, and fails.
+    Core numbers such parameters wrongly. Its distributed optimizer numbers them buffer by buffer,
+    though Adam has a group's fp32 parameters first: a checkpoint has the states of other parameters
+    or fails for their shapes. Its plain optimizer counts only the 16-bit parameters, and fails.
     """
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(one, DistributedOptimizer):
@@ -31,8 +31,8 @@ def patch_mixed_groups(optimizer: MegatronOptimizer) -> None:
 def _with_all_parameters(
     optimizer: Float16OptimizerWithFloat16Params, method: Callable, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a method while fp32 parameters stand among the 16-bit ones, as main parameters of their
-    own, in the order in which Adam numbers them."""
+    """Call a method while fp32 parameters are listed among the 16-bit ones, as their own main
+    parameters, in the order in which Adam numbers them."""
     kept = optimizer.float16_groups, optimizer.fp32_from_float16_groups
     models = {
         id(main): model

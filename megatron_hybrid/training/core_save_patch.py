@@ -15,24 +15,24 @@ class SaveResults:
     """A queue of one value, in a file without a name, for the results of a save.
 
     Core's own queue is in another process of each rank. A launcher's SIGTERM to all processes ends
-    that one, and the saves after it fail; it lives on where its rank is killed; and it imports
-    torch to pass on what it is given.
+    that process, and later saves fail; the process lives on when its rank is killed; and it imports
+    torch to pass on the results.
     """
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
 
     def put(self, value: Any) -> None:
-        """Give the value, in this process or a fork of it."""
+        """Put the value into the queue, in this process or a fork of it."""
         data = pickle.dumps(value)
         os.pwrite(self._file.fileno(), data, 8)
         os.pwrite(self._file.fileno(), len(data).to_bytes(8, "little"), 0)  # now it is whole
 
     def get_nowait(self) -> Any:
-        """Take the value.
+        """Take the value from the queue.
 
         Raises:
-            queue.Empty: there is none.
+            queue.Empty: there is no value.
         """
         size = int.from_bytes(os.pread(self._file.fileno(), 8, 0), "little")
         if not size:
@@ -43,7 +43,7 @@ class SaveResults:
 
 
 def patch_saves() -> None:
-    """Let core save so in this process."""
+    """Patch core's saves in this process."""
     if hasattr(filesystem_async.FileSystemWriterAsync, "write_preloaded_data_multiproc"):
         # Writers are threads in newer releases, too. This one forks them where a thread of a queue
         # has just begun: now and then one of them waits for ever for a lock that no thread of it

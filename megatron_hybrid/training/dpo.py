@@ -23,12 +23,12 @@ class DpoFields(Fields):
     reward. A larger one keeps the model nearer to the reference."""
 
     loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
-    """Loss of the difference between the rewards of a pair. "sigmoid": that of DPO. "hinge": that
-    of SLiC (arXiv:2305.10425). "ipo": squared, of means over tokens (arXiv:2310.12036)."""
+    """Loss of the difference between the rewards of a pair. "sigmoid" is that of DPO, "hinge" that
+    of SLiC (arXiv:2305.10425), and "ipo" is squared, of means over tokens (arXiv:2310.12036)."""
 
 
 class DpoLoss:
-    """The mean loss of a pair in a batch of preferences: sequences by turns chosen and rejected."""
+    """The mean loss of a pair in a batch of preferences: chosen and rejected sequences in turn."""
 
     metrics: Sequence[str] = ("accuracy", "margin", "chosen_reward", "rejected_reward")
     needs_reference = True

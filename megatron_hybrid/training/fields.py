@@ -14,14 +14,14 @@ class Fields:
 
     @classmethod
     def of(cls, section: str, values: Mapping[str, Any] | None) -> Self:
-        """The section of a recipe, checked.
+        """Make a section of a recipe, and check it.
 
         Args:
             section: its name, for errors.
-            values: field -> value; those left out, and all if None, have their defaults.
+            values: field -> value; missing fields, or all if None, have their defaults.
 
         Raises:
-            ValueError: an unknown field, or a value that is not legal; the message says where.
+            ValueError: an unknown field, or an illegal value; the message says where.
         """
         if values is not None and not isinstance(values, Mapping):
             raise ValueError(f"{section} is {values!r}; it must be a section with fields.")
@@ -40,17 +40,17 @@ class Fields:
         return fields
 
     def check(self) -> None:
-        """Check the values against the annotations. Subclasses check what these do not say.
+        """Check the values against the annotations. Subclasses check what these cannot express.
 
         Raises:
-            ValueError: a field has no legal value, or contradicts another one; the message names
-                the field, the value, the limit and what to do.
+            ValueError: a field has an illegal value, or contradicts another one; the message names
+                the field, the value, the limit and the remedy.
         """
         check_fields(self)
 
 
 def check_known(section: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ValueError if a key is not known; the message says which one may be meant."""
+    """Raise ValueError if a key is unknown; the message says which one may be meant."""
     known = list(known)
     for key in given:
         if key not in known:
@@ -59,8 +59,8 @@ def check_known(section: str, given: Iterable[str], known: Iterable[str]) -> Non
 
 
 def as_number(value: Any, hint: Any) -> Any:
-    """The number that a text stands for in a field of numbers, since YAML reads `1e-3` as text; any
-    other value as it is."""
+    """Return the number that a text stands for in a field of numbers, since YAML reads `1e-3` as
+    text; return any other value as it is."""
     if isinstance(value, str) and float in (hint, *get_args(hint)):
         with suppress(ValueError):
             return float(value)

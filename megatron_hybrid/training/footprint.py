@@ -1,7 +1,7 @@
-"""The memory of a run on each of its devices, before there is a model: what it keeps, and by what.
+"""The memory of a run on each of its devices, before there is a model.
 
-Activations are counted by `count_saved_bytes`, weights and what follows from them by the model's
-parameters. Buffers of collectives and the allocator's waste are not in it.
+Activations are counted by `count_saved_bytes`; weights, gradients and states of the optimizer by
+the model's parameters. Buffers of collectives and the allocator's waste are left out.
 """
 
 import copy
@@ -25,59 +25,59 @@ from megatron_hybrid.utils.tables import size, table
 
 @dataclass(frozen=True)
 class KindFootprint:
-    """What the layers of one kind keep of a token for the backward pass, each, in bytes."""
+    """Bytes that each layer of one kind keeps of a token for the backward pass."""
 
     kind: str
     layers: int
-    """Number of them in the stage."""
+    """Number of these layers in the stage."""
     saved: float
     """Bytes without recomputation."""
     kept: float
-    """Bytes by the recipe; of layers that are recomputed together, without the input of all."""
+    """Bytes by the recipe; for layers that are recomputed together, without their common input."""
     backends: tuple[str, ...]
-    """What serves its ops with gradients."""
+    """Backends that serve its ops with gradients."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of the pipeline stage that needs most, of one rank, in bytes."""
+    """The memory of one rank, in bytes, of the pipeline stage that needs most."""
 
     tokens: int
     """Tokens of a micro-batch."""
     in_flight: int
     """Micro-batches between their forward and backward pass."""
     weights: int
-    """The model, the reference of a loss that has one, and the cache of rollouts."""
+    """Bytes of the model, of the reference of a loss that has one, and of the cache of rollouts."""
     gradients: int
     optimizer: int
     """The optimizer's states and fp32 copies of the weights."""
     activations: int
     freed: int
-    """What recomputation leaves out of `activations`."""
+    """Bytes that recomputation saves, which are not in `activations`."""
     working: int
-    """What a backward pass adds: the largest part that is recomputed, as if its ops had the
-    gradients of plain torch, and as much again for gradients; or the fp32 logits of the loss,
-    thrice."""
+    """Bytes that a backward pass adds: the largest part that is recomputed, as if its ops had the
+    gradients of plain torch, and as much again for gradients; or thrice the fp32 logits of the
+    loss."""
     kinds: tuple[KindFootprint, ...]
     flops: float
-    """Operations of a micro-batch: forward, backward, and what is recomputed."""
+    """Operations of a micro-batch: forward, backward, and recomputation."""
     passes: int
-    """Micro-batches of a step, and the time in which a pipeline fills, in such ones."""
+    """Micro-batches of a step, and the time in which a pipeline fills, in micro-batches."""
     tokens_per_step: int
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all these bytes."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.working
 
     def tokens_per_second(self, flops: float, bandwidth: float) -> float:
-        """Bound of the job's speed: matrix products at a device's FLOP/s, and an update that moves
-        weights, gradients and states at its bytes/s; collectives take no time."""
+        """Return a bound of the job's speed: matrix products run at a device's FLOP/s, an update
+        moves weights, gradients and states at its bytes/s, and collectives take no time."""
         moved = 2 * self.weights + self.gradients + 2 * self.optimizer
         return self.tokens_per_step / (self.passes * self.flops / flops + moved / bandwidth)
 
     def render(self, memory_bytes: int) -> str:
-        """Format as tables. memory_bytes: of a device."""
+        """Format the footprint as tables. `memory_bytes` is the size of a device."""
         recomputed = f"{size(self.freed)} freed by recomputation" if self.freed else ""
         activations = f"activations of {self.in_flight} x {self.tokens:,} tokens"
         rows = [
@@ -98,13 +98,13 @@ class Footprint:
 
 
 def footprint(recipe: Recipe, config: HybridConfig, num_ranks: int, device_type: str) -> Footprint:
-    """Compute what a rank of a run needs: of the first or the last pipeline stage, whichever needs
-    more.
+    """Compute the memory that a rank of a run needs in the first or the last pipeline stage,
+    whichever needs more.
 
     Args:
-        config: of the model.
-        num_ranks: of the job.
-        device_type: of its devices, "cuda" or "cpu".
+        config: that of the model.
+        num_ranks: number of ranks of the job.
+        device_type: type of its devices, "cuda" or "cpu".
 
     Raises:
         ValueError: ranks do not fit the layout or the batch, or adapters do not fit the model.
@@ -117,7 +117,7 @@ def footprint(recipe: Recipe, config: HybridConfig, num_ranks: int, device_type:
 def check_fits(
     recipe: Recipe, config: HybridConfig, num_ranks: int, device_type: str, memory_bytes: int
 ) -> None:
-    """Compute `footprint`, and raise ValueError with its table where a device has less memory."""
+    """Compute `footprint`, and raise ValueError with its table if a device has less memory."""
     found = footprint(recipe, config, num_ranks, device_type)
     if found.total > memory_bytes:
         raise ValueError(

@@ -20,12 +20,12 @@ class GrpoFields(Fields):
     them."""
 
     reward: str
-    """`module:function`, called as TRL does: with lists `prompts`, `completions` and
-    `completion_ids`, and a list for each other field of the records; it returns a list of
-    numbers. Modules in the present folder are found."""
+    """The function that rewards completions, as `module:function`. It is called as TRL does: with
+    lists `prompts`, `completions` and `completion_ids`, and a list for each other field of the
+    records; it returns a list of numbers. Modules in the present folder are found."""
 
     group_size: Annotated[int, Range(ge=2)] = 8
-    """Completions of a prompt. Their rewards less their mean are the advantages."""
+    """Completions of a prompt. The advantage of each is its reward less the mean of the group."""
 
     scale_rewards: bool = True
     """Divide the advantages by the standard deviation of the rewards in the group."""
@@ -34,21 +34,21 @@ class GrpoFields(Fields):
     """Most tokens of a completion."""
 
     updates: Annotated[int, Range(ge=1)] = 1
-    """Steps on the same completions. A run that stops between them draws anew."""
+    """Steps on the same completions. A run that stops between two of them draws anew."""
 
     clip: Annotated[float, Range(gt=0, lt=1)] = 0.2
-    """The ratio of a token's probability to the one it was drawn with counts down to 1 - clip, and
-    up to 1 + clip."""
+    """Clip of the ratio of a token's probability to the one it was drawn with: the ratio counts
+    down to 1 - clip, and up to 1 + clip."""
 
     clip_high: Annotated[float, Range(gt=0)] | None = None
-    """Upper clip, where it differs."""
+    """Upper clip. The default is `clip`."""
 
     beta: Annotated[float, Range(ge=0)] = 0.0
-    """Factor of the KL divergence from the model that the run begins with; 0: there is none."""
+    """Factor of the KL divergence from the model that the run begins with; 0 leaves it out."""
 
     mean_over: Literal["tokens", "sequences"] = "tokens"
-    """What counts equally: tokens, as in DAPO (arXiv:2503.14476), or completions, by the mean of
-    their tokens, as in GRPO."""
+    """Items of equal weight in the loss: tokens, as in DAPO (arXiv:2503.14476), or completions, by
+    the mean of their tokens, as in GRPO."""
 
     cache_bytes: Annotated[int, Range(ge=1)] = 1 << 30
     """Bytes of the engine's cache on each rank, which are free while it does not draw."""

@@ -58,8 +58,8 @@ class LoraFields(Fields):
     equal numbers from torch's default generator, as they do with megatron-core's seeds."""
 
     targets: Annotated[Sequence[str], Range(ge=1)] = ("all-linear",)
-    """Ends of the names of projections, theirs (`q_proj`) or ours (`linear_qkv`: all of its parts),
-    where `*` stands for any text: `layers.3.*.linear_fc?`. `all-linear`: all projections."""
+    """Ends of the names of projections, Hugging Face's (`q_proj`) or ours (`linear_qkv`: all of its
+    parts), where `*` is any text: `layers.3.*.linear_fc?`. `all-linear` names all projections."""
 
     seed: int = 1234
     """Seed of the initial values of A; B is initially 0."""
@@ -69,7 +69,7 @@ class LoraFields(Fields):
         self.targets = tuple(self.targets)  # of a list, too, as YAML has it
 
     def file_fields(self) -> AdapterFields:
-        """Return what a folder of the adapters says of them."""
+        """Return the fields of a folder of these adapters."""
         return AdapterFields(self.rank, self.alpha, self.dropout, self.rslora)
 
 
@@ -81,8 +81,8 @@ def add_adapters(model: HybridModel, fields: LoraFields) -> list[str]:
         Canonical names of the adapted projections of this pipeline stage.
 
     Raises:
-        ValueError: a field, a target that is no projection of the model, or a model that cannot be
-            adapted.
+        ValueError: a field is illegal, a target is no projection of the model, or the model cannot
+            be adapted.
     """
     fields.check()
     projections = _adaptable(model)
@@ -109,7 +109,7 @@ def _adapt(
 
 
 def _adaptable(model: HybridModel) -> dict[str, nn.Module]:
-    """`projections_of` a model that has no adapters yet."""
+    """Return the projections of a model, or raise ValueError if it cannot get adapters."""
     if model.pg_collection.pp.size() > 1 and set(SHARED_BLOCKS) & set(model.config.layer_pattern):
         raise ValueError("LoRA of shared blocks ('Z') is not supported on several pipeline stages.")
     if adapters_of(model):
@@ -118,8 +118,8 @@ def _adaptable(model: HybridModel) -> dict[str, nn.Module]:
 
 
 def merge_adapters(model: HybridModel) -> None:
-    """Add the adapters to the weights and remove them: the model computes the same but for
-    rounding, and is saved and exported as any other. Its parameters stay frozen. Call it on every
+    """Add the adapters to the weights and remove them. Except for rounding, the model computes the
+    same, and is saved and exported as any other. Its parameters stay frozen. Call it on every
     rank.
 
     Raises:
@@ -150,10 +150,10 @@ def save_adapters(model: HybridModel, folder: str | os.PathLike, base: str | Non
     model; one writes.
 
     Args:
-        base: the folder of the model, or its name, which is noted for whoever loads both.
+        base: the folder of the model, or its name, which is noted for users who load both.
 
     Raises:
-        ValueError: the model has none.
+        ValueError: the model has no adapters.
     """
     adapted, groups = adapters_of(model), model.pg_collection
     if getattr(model, "lora_fields", None) is None:
@@ -209,8 +209,8 @@ def load_adapters(model: HybridModel, folder: str | os.PathLike) -> None:
 def _chosen_parts(
     model: HybridModel, fields: LoraFields, projections: Mapping[str, nn.Module]
 ) -> dict[str, list[LowRankPart]]:
-    """The parts of projections of this stage that `fields` names. All stages together must have
-    something for each target."""
+    """Return the parts of projections of this stage that `fields` names. Each target must name a
+    projection of some stage."""
     targets = list(fields.targets)
     found, chosen, ends = set(), {}, set()
     for name, split in splits(model.config, projections).items():

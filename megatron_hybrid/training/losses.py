@@ -16,7 +16,7 @@ from megatron_hybrid.utils.validation import check_field, shown
 
 @dataclass(frozen=True)
 class LossSums:
-    """The loss of a micro-batch. All are scalars."""
+    """The loss of a micro-batch. All tensors are scalars."""
 
     total: Tensor
     """Sum over the items that the loss counts, fp32 with its gradient."""
@@ -24,31 +24,31 @@ class LossSums:
     """Number of these items, or the sum of their weights. A step divides the totals of its global
     batch by that, so that accumulation and layouts change no result."""
     metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """(sum, number of what was summed) by the names in `Loss.metrics`. The log has the means."""
+    """(sum, number of summed values) by the names in `Loss.metrics`. The log has the means."""
 
 
 class Loss(Protocol):
-    """What a run minimises. It is computed on the last pipeline stage, on every rank of it."""
+    """The loss that a run minimises. Every rank of the last pipeline stage computes it."""
 
     metrics: Sequence[str]
-    """Names of what the log has in addition to the loss, and to what it has of every run."""
+    """Names of metrics that the log has in addition to the loss and the numbers of every run."""
     needs_reference: bool
     """Whether a batch needs the log-probabilities of the reference policy."""
     counts_labels: bool
-    """Whether the items are the labels; losses of routers and of multi-token prediction, which
-    count by them, are refused otherwise."""
+    """Whether the items are the labels. Otherwise losses of routers and of multi-token prediction,
+    which are weighed by labels, are refused."""
 
     def __call__(self, log_probs: Tensor, batch: Batch) -> LossSums:
         """Compute the loss of a micro-batch.
 
         Args:
-            log_probs: fp32 [1, T], of the labels, in nats.
-            batch: its labels, masks and sequences, and what the reference policy says.
+            log_probs: fp32 [1, T], log-probabilities of the labels, in nats.
+            batch: has labels, masks and sequences, and log-probabilities by the reference policy.
         """
 
 
 def check_loss(loss: Any) -> None:
-    """Raise ValueError where a loss lacks what `Loss` has, or a metric has a name of the log."""
+    """Raise ValueError if a loss lacks a field of `Loss`, or a metric has a name of the log."""
     for name, hint in get_type_hints(Loss).items():
         check_field(f"{name} of the loss {_name(loss)}", getattr(loss, name, None), hint)
     if taken := sorted(filter(NAMES.fullmatch, loss.metrics)):
@@ -56,7 +56,7 @@ def check_loss(loss: Any) -> None:
 
 
 def check_sums(loss: Loss, found: Any, log_probs: Tensor) -> None:
-    """Raise ValueError where a loss has returned for a micro-batch what cannot be trained by."""
+    """Raise ValueError if a run cannot train on what a loss has returned for a micro-batch."""
     device = log_probs.device
     try:
         pairs = [found.metrics[name] for name in loss.metrics]
@@ -87,7 +87,7 @@ def _name(loss: Any) -> str:
 
 
 class CrossEntropy:
-    """The mean loss of a label, by weight, as of pretraining and supervised fine-tuning."""
+    """The weighted mean loss of a label, as in pretraining and supervised fine-tuning."""
 
     metrics: Sequence[str] = ()
     needs_reference = False
@@ -98,7 +98,7 @@ class CrossEntropy:
 
 
 def sum_by_sequence(values: Tensor, batch: Batch) -> Tensor:
-    """Sum values [1, T] over each sequence, [sequences], but those that only fill a row."""
+    """Sum values [1, T] over each sequence, [sequences], except those that only fill a row."""
     sums = torch.stack([part.sum() for part in values[0].split(batch.lengths)])
     if batch.padding_mask is None:
         return sums

@@ -1,4 +1,4 @@
-"""What a run measures between two reports: losses, speed, work."""
+"""Measures: losses, speed and work of a run between two reports."""
 
 import math
 import time
@@ -20,11 +20,11 @@ _PEAK_TFLOPS = {"GH200": 989.0, "H200": 989.0, "H100": 989.0, "B200": 2250.0, "A
 
 
 class Measures:
-    """Counts this rank's work, and gives means over all ranks.
+    """Counts of this rank's work, and means over all ranks.
 
     Args:
         model: this rank's part.
-        peak_tflops: of one device at best; None: by the name of the device, where it is known.
+        peak_tflops: peak of one device; None takes that of the device's name, if it is known.
     """
 
     def __init__(self, model: HybridModel, peak_tflops: float | None = None):
@@ -40,7 +40,7 @@ class Measures:
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew."""
+        """Start all measures anew."""
         self._sums = {"steps": 0, "collected": 0}
         self._metrics: dict[str, tuple[float, float]] = {"loss": (0.0, 0.0)}
         self._balancing: dict[str, float] = {}
@@ -48,13 +48,13 @@ class Measures:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Measure speed and work from here on, as after something that does not train."""
+        """Measure speed and work from here on, such as after work that does not train."""
         self._tokens, self._flops = 0, 0.0
         self._start = time.perf_counter()
 
     def state(self) -> dict[str, Any]:
-        """Return what was measured since the last report, but for speed; every rank calls it. A run
-        that goes on from here reports the same by `load_state`."""
+        """Return the measures since the last report, except speed; every rank calls it. A run that
+        goes on from here reports the same after `load_state`."""
         self._collect_balancing()
         found = {"sums": self._sums, "balancing": self._balancing, "metrics": self._metrics}
         return {name: dict(values) for name, values in found.items()}
@@ -64,7 +64,7 @@ class Measures:
         self._metrics = dict(state["metrics"])
 
     def count_batch(self, batch: Batch) -> None:
-        """Count the forward and backward pass of a micro-batch, without what is recomputed."""
+        """Count the forward and backward pass of a micro-batch, without recomputation."""
         tokens = batch.tokens.numel()
         pairs = sum(length * length / 2 for length in batch.lengths)
         self._tokens += tokens
@@ -72,14 +72,14 @@ class Measures:
         self._flops += self._per_token * tokens + self._per_pair * pairs
 
     def add_step(self, metrics: Mapping[str, tuple[float, float]]) -> None:
-        """Add the sums and counts of a step by name, "loss" among them, if that is finite."""
+        """Add the sums and counts of a step by name, if that of "loss" is finite."""
         self._sums["steps"] += 1
         for name, (value, count) in metrics.items() if math.isfinite(metrics["loss"][0]) else ():
             total, counts = self._metrics.get(name, (0.0, 0.0))
             self._metrics[name] = total + value, counts + count
 
     def take(self) -> dict[str, float]:
-        """Return what was measured since the last call, by name; every rank calls it."""
+        """Return the measures since the last call, by name; every rank calls it."""
         seconds = time.perf_counter() - self._start
         flops = torch.tensor([self._flops], dtype=torch.float64, device=self._device)
         dist.all_reduce(flops)
@@ -100,8 +100,8 @@ class Measures:
         return values
 
     def _collect_balancing(self) -> None:
-        """Add the auxiliary losses of the routers since the last call: of each step the mean of a
-        router and a micro-batch."""
+        """Add the auxiliary losses of the routers since the last call: for each step the mean over
+        routers and micro-batches."""
         steps = self._sums["steps"] - self._sums["collected"]
         self._sums["collected"] += steps
         sums: dict[str, float] = take_aux_losses()
@@ -116,7 +116,7 @@ class Measures:
             self._balancing[name] = self._balancing.get(name, 0.0) + value / count * steps
 
     def _losses_ahead(self) -> dict[str, float]:
-        """Losses of multi-token prediction in the last micro-batch."""
+        """Return the losses of multi-token prediction in the last micro-batch."""
         ahead = getattr(self._model, "mtp", None)
         if ahead is None or ahead.losses is None:
             return {}
@@ -124,7 +124,7 @@ class Measures:
 
 
 def mean_of(sums: tuple[float, float]) -> float:
-    """Return the mean of a sum and a count; NaN: there is nothing."""
+    """Return the mean of a sum and a count, NaN if the count is 0."""
     return sums[0] / sums[1] if sums[1] else math.nan
 
 

@@ -34,12 +34,12 @@ from megatron_hybrid.utils.validation import Range
 
 @dataclass
 class OptimizerFields(Fields):
-    """The optimizer, its rates and their schedules. Counts are of optimizer steps."""
+    """The optimizer, its rates and their schedules. All counts are optimizer steps."""
 
     name: Literal["adam", "muon", "sgd"] = "adam"
     """AdamW (from Transformer Engine or apex, if one is installed), SGD, or Muon (Jordan et al.
-    2024) for the weight matrices of the layers with AdamW for all other parameters. Each expert's
-    matrix is one of its own, and so are queries, keys and values. Muon's updates are scaled to the
+    2024) for the weight matrices of the layers with AdamW for all other parameters. The matrix of
+    each expert is separate, and so are queries, keys and values. Muon's updates are scaled to the
     size of Adam's, so both take one learning rate. Muon needs whole matrices: neither tensor
     parallelism nor `distributed`. Adapters (`lora`) are trained by AdamW."""
 
@@ -65,7 +65,7 @@ class OptimizerFields(Fields):
     vectors, norms, convolutions and the constants of recurrent layers do not."""
 
     end_weight_decay: float | None = None
-    """Weight decay of the last step, to which it rises linearly; None: it is constant."""
+    """Weight decay of the last step, to which it rises linearly. By default it is constant."""
 
     beta1: Annotated[float, Range(ge=0, lt=1)] = 0.9
     """Decay of Adam's mean of gradients."""
@@ -80,8 +80,7 @@ class OptimizerFields(Fields):
     """Momentum of Muon and of SGD."""
 
     clip_gradient: Annotated[float, Range(ge=0)] = 1.0
-    """Largest norm of the gradient over all parameters and ranks; 0: the gradient is not
-    clipped."""
+    """Largest norm of the gradient over all parameters and ranks; 0 does not clip it."""
 
     distributed: bool = False
     """Split the optimizer's states over the data-parallel ranks."""
@@ -111,11 +110,7 @@ class OptimizerFields(Fields):
             )
 
     def check_steps(self, steps: int) -> None:
-        """Check that warm-up and decay fit into a run of `steps`.
-
-        Raises:
-            ValueError: they do not.
-        """
+        """Raise ValueError unless warm-up and decay fit into a run of `steps`."""
         decay = self.decay_steps or 0
         if self.warmup_steps >= steps or self.warmup_steps + decay > steps:
             after = f" and optimizer.decay_steps={decay}" if decay else ""
@@ -129,11 +124,11 @@ class OptimizerFields(Fields):
 def build_optimizer(
     chunks: Sequence[DistributedDataParallel], fields: OptimizerFields
 ) -> ChainedOptimizer:
-    """megatron-core's optimizers over a model's trainable parameters; every rank calls it.
+    """Build megatron-core's optimizers over a model's trainable parameters; every rank calls it.
 
     Args:
         chunks: the model, wrapped for data parallelism.
-        fields: as checked.
+        fields: checked ones.
 
     Raises:
         ValueError: Muon for matrices that are cut over tensor-parallel ranks, or a model in fp16.
@@ -194,15 +189,15 @@ def build_optimizer(
 
 
 def is_layer_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is a weight matrix of a layer, or a stack of its experts', as Muon
-    updates it: neither of the embedding, the output layer and adapters, nor a constant of a
+    """Return whether Muon updates a parameter: a weight matrix of a layer, or a stack of those of
+    its experts, but not of the embedding, the output layer or adapters, and no constant of a
     recurrent layer such as `A_log`."""
     is_outside = any(part in name for part in ("embedding", "output_layer", ".lora."))
     return _decays(parameter, name) and not is_outside
 
 
 def describe_optimizers(model: nn.Module, fields: OptimizerFields) -> str:
-    """Say which of this rank's parameters go to which optimizer, with `*` for numbers of layers."""
+    """Say which optimizer trains which of this rank's parameters, with `*` for layer numbers."""
     found: dict[str, dict[str, None]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -213,8 +208,8 @@ def describe_optimizers(model: nn.Module, fields: OptimizerFields) -> str:
 
 
 def _decays(parameter: nn.Parameter, name: str) -> bool:
-    """Return whether weight decay applies: to matrices, of experts also stacked, but not to those
-    of a convolution and to constants of recurrent layers."""
+    """Return whether weight decay applies to a parameter: to matrices, also stacks of those of
+    experts, but not to convolutions and constants of recurrent layers."""
     is_stacked = parameter.dim() == 3 and ".experts." in name
     is_weight = name.rpartition(".")[2].startswith("weight") or ".lora." in name
     return is_weight and (parameter.dim() == 2 or is_stacked)
@@ -234,8 +229,8 @@ class _Muon(torch.optim.Optimizer):
     of Adam's, so that both share a learning rate (Liu et al. 2025).
 
     Args:
-        group: parameters: matrices, or stacks of them.
-        rows: of each, those of the matrices that its rows belong to in turn; none: it is one.
+        group: core's group of parameters, which are matrices, or stacks of them.
+        rows: for each parameter the rows of the matrices in it, in turn; empty if it is one matrix.
     """
 
     def __init__(self, group: dict[str, Any], rows: list[Sequence[int]], **defaults: Any):
@@ -273,7 +268,7 @@ def _orthogonal_blocks(matrix: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def _orthogonal(matrix: Tensor) -> Tensor:
-    """Return the nearest orthogonal matrix, about, or those of a stack, by Newton and Schulz's
+    """Return about the nearest orthogonal matrix, or those of a stack, by Newton and Schulz's
     iteration in bf16, times the size of Adam's updates."""
     x = matrix.bfloat16().view(-1, *matrix.shape[-2:])
     is_tall = x.size(1) > x.size(2)
@@ -294,7 +289,7 @@ def _muon(
     group: dist.ProcessGroup,
     is_expert: bool,
 ) -> MegatronOptimizer:
-    """Muon in core's wrapper. group: ranks that have other parameters of the same copy."""
+    """Wrap Muon as core does. `group` has the ranks with other parameters of the same copy."""
     optimizer = None
     if matrices:
         own = {
@@ -327,8 +322,8 @@ def _muon(
 def build_schedule(
     optimizer: MegatronOptimizer, fields: OptimizerFields, steps: int
 ) -> OptimizerParamScheduler:
-    """The learning rate and weight decay of each of `steps` steps, into which warm-up and decay
-    fit (`check_steps`); call its `step(1)` before each."""
+    """Build the schedule of the learning rate and weight decay over `steps` steps, into which
+    warm-up and decay fit (`check_steps`). Call its `step(1)` before each step."""
     final = fields.end_weight_decay
     return OptimizerParamScheduler(
         optimizer,
@@ -369,19 +364,19 @@ def update(optimizer: ChainedOptimizer) -> tuple[bool, float]:
 
 _GROUP = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 _RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
-"""What tells core's groups of parameters apart, and what a recipe sets of them."""
+"""Keys that distinguish core's groups of parameters, and those that a recipe sets."""
 
 
 def correct_loaded(state: dict[Any, Any], updates: int, own: Sequence[Mapping[str, Any]]) -> None:
     """Give the loaded states of every Adam the number of updates, and the loaded groups of
-    parameters the rates of the recipe, which may change them. Core saves that number of the
-    optimizers of the first pipeline stage, where one of them, such as that of the experts, may be
-    empty; and it finds groups by their rates, too.
+    parameters the rates of the recipe, which may differ. Core saves that number only for the
+    optimizers of the first pipeline stage, one of which, such as that of the experts, may be empty;
+    and it finds groups by their rates, too.
 
     Args:
-        state: of `ChainedOptimizer.load_state_dict`.
-        updates: steps that changed the model.
-        own: the groups of the optimizers as the recipe has them.
+        state: the argument of `ChainedOptimizer.load_state_dict`.
+        updates: number of steps that changed the model.
+        own: groups of the optimizers with the recipe's rates.
     """
     for name, part in state.items():
         if name == "param_groups":

@@ -1,4 +1,4 @@
-"""Recipes: all that a training run's result depends on, in a YAML file."""
+"""Recipes: all settings that the result of a training run depends on, in a YAML file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_hybrid.training.reports import ReportFields
 from megatron_hybrid.utils.validation import Range
 
 RECIPES = Path(__file__).parent / "recipes"
-"""The recipes in the package, which go by their names."""
+"""Folder of the recipes in the package, which are known by their names."""
 
 
 @dataclass
@@ -33,10 +33,10 @@ class RunFields(Fields):
     """Fields of the run: its length, its batches and its evaluations."""
 
     steps: Annotated[int, Range(ge=1)] = 1000
-    """Optimizer steps; the schedules of rates end with them."""
+    """Optimizer steps; the schedules of rates end with the last one."""
 
     stop_at_step: Annotated[int, Range(ge=1)] | None = None
-    """Step at which the run is saved and ends, as if it had been stopped; None: the last step."""
+    """Step at which the run is saved and ends, as if it were stopped. The default is the last."""
 
     micro_batch_size: Annotated[int, Range(ge=1)] = 1
     """Rows in a forward pass of a rank."""
@@ -49,7 +49,7 @@ class RunFields(Fields):
     """Seed of the initial weights and of dropout; `data.seed` is that of the order of the data."""
 
     eval_every_steps: int = 0
-    """Steps between two evaluations; 0: none."""
+    """Steps between two evaluations; 0 means no evaluations."""
 
     eval_batches: Annotated[int, Range(ge=1)] = 10
     """Global batches of validation data in an evaluation; every evaluation takes the same
@@ -74,16 +74,16 @@ class Recipe:
     tokenizer: str
     """A folder with a tokenizer, or "demo"."""
     data: DataFields
-    """The datasets, and the rows that are made of them."""
+    """The datasets, and the rows that are made from them."""
     run: RunFields = field(default_factory=RunFields)
     """The length of the run, its batches and its evaluations."""
     optimizer: OptimizerFields = field(default_factory=OptimizerFields)
     """The optimizer, its rates and their schedules."""
     lora: LoraFields | None = None
-    """Adapters of `model.pretrained`, which alone are trained; `{}` takes all defaults. None: all
-    parameters are trained."""
+    """Adapters of `model.pretrained`, which alone are trained; `{}` takes all defaults. Without
+    this section all parameters are trained."""
     dpo: DpoFields | None = None
-    """The loss of preferences; `{}` takes all defaults. None: cross entropy."""
+    """The loss of preferences; `{}` takes all defaults. The default loss is cross entropy."""
     grpo: GrpoFields | None = None
     """Reinforcement learning on prompts."""
     checkpoints: CheckpointFields = field(default_factory=CheckpointFields)
@@ -93,7 +93,7 @@ class Recipe:
 
     @staticmethod
     def path_of(source: str | Path) -> Path:
-        """The file of a recipe. source: a path, or the name of a recipe in the package."""
+        """Return the file of a recipe: of a path, or of the name of a recipe in the package."""
         shipped = RECIPES / f"{source}.yaml"
         return shipped if shipped.is_file() and not Path(source).is_file() else Path(source)
 
@@ -103,10 +103,10 @@ class Recipe:
 
         Args:
             source: a YAML file, or the name of a recipe in the package.
-            overrides: as `run.steps=100`; values are YAML.
+            overrides: fields with values in YAML, such as `run.steps=100`.
 
         Raises:
-            ValueError: no such recipe, no YAML, or keys or values that are not legal.
+            ValueError: there is no such recipe, it is not YAML, or a key or value is illegal.
         """
         path = cls.path_of(source)
         try:
@@ -124,10 +124,10 @@ class Recipe:
 
     @classmethod
     def of(cls, values: Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:
-        """A recipe of nested mappings; for `overrides` see `load`.
+        """Make a recipe from nested mappings, with the `overrides` of `load`.
 
         Raises:
-            ValueError: keys or values that are not legal.
+            ValueError: a key or value is illegal.
         """
         values = copy.deepcopy(dict(values))
         for override in overrides:
@@ -174,30 +174,30 @@ class Recipe:
 
     @property
     def splits_model(self) -> bool:
-        """True where the model is split over ranks."""
+        """Whether the model is split over ranks."""
         return any(self.model.get(name) not in (None, 1, False) for name in _LAYOUT_FIELDS)
 
     def model_config(
         self, vocab_size: int, is_on_one_rank: bool = False, **fields: Any
     ) -> HybridConfig:
-        """The model's configuration, without a pretrained one.
+        """Return the config of a model that begins untrained.
 
         Args:
-            vocab_size: of the tokenizer.
+            vocab_size: that of the tokenizer, if the recipe has none.
             is_on_one_rank: leave out the layout.
-            fields: of HybridConfig, in addition to the recipe's.
+            fields: those of HybridConfig, in addition to the recipe's.
 
         Raises:
-            ValueError: fields that no model has.
+            ValueError: no model can have these fields.
         """
         left_out = _LAYOUT_FIELDS if is_on_one_rank else ()
         model = {name: value for name, value in self.model.items() if name not in left_out}
         return HybridConfig(**decode_fields({"vocab_size": vocab_size, **model}), **fields)
 
     def whole_model_config(self, mtp: bool = True) -> HybridConfig:
-        """The model's configuration on one device, for its sizes.
+        """Return the model's config on one device, for its sizes.
 
-        mtp: with its MTP heads.
+        mtp: include its MTP heads.
 
         Raises:
             ValueError: the model has no vocab_size, or is a pretrained one.
@@ -213,7 +213,7 @@ class Recipe:
         return HybridConfig(**decode_fields(fields), perform_initialization=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested mappings for `of`, with all defaults."""
+        """Return nested mappings for `of`, with all defaults."""
         return dataclasses.asdict(self)
 
 

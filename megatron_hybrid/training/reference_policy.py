@@ -10,11 +10,11 @@ from megatron_hybrid.training.lora import adapters_of
 
 
 class ReferencePolicy:
-    """The base of a model with adapters, which takes no memory; of another one a frozen copy.
+    """The base of a model with adapters, which takes no memory; a frozen copy of any other model.
 
     Args:
         model: this stage of the model, with its first weights; every rank makes one.
-        has_adapters: whether only adapters of it are trained.
+        has_adapters: whether only its adapters are trained.
     """
 
     def __init__(self, model: HybridModel, has_adapters: bool):
@@ -27,7 +27,7 @@ class ReferencePolicy:
 
     @contextmanager
     def policy(self) -> Iterator[nn.Module]:
-        """Context in which the module that it gives computes as the reference."""
+        """Yield a module that computes as the reference within this context."""
         was_training = self._model.training
         for adapter in self._adapters:
             adapter.is_on = False

@@ -1,4 +1,4 @@
-"""What a training run tells: a line on the terminal, a log of JSON lines, its writers, a plot."""
+"""Reports of a training run: lines on the terminal, a log of JSON lines, its writers, a plot."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class ReportFields(Fields):
     goes, such as WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
 
     peak_tflops: Annotated[float, Range(gt=0)] | None = None
-    """Peak TFLOP/s of one device in the model's dtype, for the FLOPs utilisation. None: the value
-    follows from the device's name (H100, H200, GH200, B200, A100); another device has no
-    utilisation."""
+    """Peak TFLOP/s of one device in the model's dtype, for the FLOPs utilisation. By default the
+    value follows from the device's name (H100, H200, GH200, B200, A100); for other devices the log
+    has no utilisation."""
 
 
 class Reports:
-    """Writes what the first rank of a run tells.
+    """Writes the reports of a run, on its first rank.
 
     Args:
-        folder: of the run.
-        fields: see there.
-        steps: of the run, for the bar.
-        step: done already; what the log has after it, of a run that was taken up again, goes.
-        recipe: of the run, which writers show.
+        folder: that of the run.
+        fields: settings of the reports.
+        steps: number of all steps, for the bar.
+        step: number of the steps done. Later lines of the log, of a resumed run, are removed.
+        recipe: that of the run, which writers show.
         console: default stderr. Without a terminal each report is a line.
 
     Raises:
@@ -69,7 +69,7 @@ class Reports:
         self._sent = {(record["step"], "eval_loss" in record) for record in records}
         kept = [record for record in records if record["step"] <= step]
         self.evaluated = {record["step"] for record in kept if "eval_loss" in record}
-        """Steps of which there is an evaluation."""
+        """Steps that have an evaluation."""
         text = "".join(json.dumps(record) + "\n" for record in kept)
         replace_file(self.path, lambda path: path.write_text(text))
         self._bar = new_bar("", steps, False, self.console)
@@ -80,9 +80,9 @@ class Reports:
         """Report a step.
 
         Args:
-            step: the steps that are done.
-            values: by their names in the log. What is not finite is null there, since JSON has no
-                such numbers.
+            step: number of the steps done.
+            values: numbers by their names in the log. Numbers that are not finite are null there,
+                since JSON lacks them.
 
         Raises:
             OSError: the log cannot be written.
@@ -120,7 +120,7 @@ class Reports:
 
 
 def terminal_line(step: int, values: Mapping[str, Any]) -> str:
-    """Return a report in one line, with what the log has of `_TEXTS`."""
+    """Return a report in one line, with those of its numbers that `_TEXTS` names."""
     texts = {name: text(values[name]) for name, text in _TEXTS.items() if name in values}
     if "flops_utilisation" in texts:
         texts.pop("tflops_per_rank", None)
@@ -150,17 +150,17 @@ _TEXTS: dict[str, Callable[[float], str]] = {
     "tflops_per_rank": _flops,
     "skipped_steps": "{} skipped".format,
 }
-"""What a line has of a report, in its order."""
+"""Numbers of a report in a line of the terminal, in this order -> their texts."""
 
 NAMES = re.compile(
     rf"{'|'.join(_TEXTS)}|step|tokens|samples|(seq_|global_)?load_balancing_loss|z_loss|mtp_loss_\d+"
 )
-"""Names of the log that a loss of one's own cannot give to its metrics."""
+"""Names of the log that a user's loss cannot give to its metrics."""
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of a log; none where there is no file. A line that is no JSON, as a crash may cut
-    one, is left out. Raises ValueError where a line is JSON, but no report of a step."""
+    """Read the records of a log, none if there is no file. A line that is not JSON, such as one
+    that a crash has cut, is left out. Raise ValueError for JSON that is no report of a step."""
     records = []
     lines = path.read_bytes().splitlines() if path.exists() else ()
     for number, line in enumerate(lines, start=1):
@@ -216,13 +216,13 @@ class Writer(NamedTuple):
     close: Callable[[], None]
     """Writes what is not yet written, and ends."""
     replaces: bool = False
-    """True: what it has after the step that is taken up is replaced. False: it keeps that, so it
-    gets each step once."""
+    """Whether it replaces the numbers after the step from which a run resumes. Otherwise it keeps
+    them, and gets each step once."""
 
 
 def _writer(name: WriterName, *run: Any) -> Writer:
-    """Start a writer, or take up the one that this run had. run: its folder, whose name the tracker
-    shows, its steps that are done, and its recipe."""
+    """Start a writer, or resume the one that this run had. `run` is its folder, whose name the
+    tracker shows, the number of its steps done, and its recipe."""
     try:
         return _WRITERS[name](*run)
     except ImportError as error:

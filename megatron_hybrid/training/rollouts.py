@@ -33,17 +33,17 @@ _SAMPLING = {
     **{"return_log_probs": True, "skip_prompt_log_probs": True, "detokenize_stop_sequence": True},
     "min_tokens": 0,
 }
-"""The model's own distribution, whatever its generation_config.json says, and its end token."""
+"""Settings that draw from the model's own distribution, whatever generation_config.json says."""
 
 Prompt = tuple[str, dict[str, Any], list[int]]
-"""Its file and line, its record, and its tokens."""
+"""A prompt's file and line, its record, and its tokens."""
 
 
 class Prompts:
     """The records of files with the tokens of their prompts, and the function that rewards them.
 
     Raises:
-        ValueError: a file or record cannot be read, or a prompt has no room in a row; or there is
+        ValueError: a file or record cannot be read, a prompt does not fit into a row, or there is
             no such function.
     """
 
@@ -66,7 +66,7 @@ class Prompts:
         self.unique_identifiers = {"content": digest.hexdigest()}
 
     def at(self, number: int, seed: int) -> Prompt:
-        """The prompt at a place in epochs, each of which has an order of its own."""
+        """Return the prompt at a place in endless epochs, each in an order of its own."""
         epoch, place = divmod(number, len(self.found))
         return self.found[np.random.RandomState([seed, epoch]).permutation(len(self.found))[place]]
 
@@ -75,7 +75,7 @@ class Rollouts:
     """Draws groups of completions by an engine on the model's own weights.
 
     Args:
-        model: as it is trained, with its gradients and optimizer.
+        model: the model that is trained, with its gradients and optimizer.
         prompts: those of all ranks.
     """
 
@@ -91,8 +91,8 @@ class Rollouts:
         model.train()
 
     def batches(self, step: int) -> Iterator[Batch]:
-        """Micro-batches of this rank from a step on, without end. Completions are drawn when the
-        first batch of a step is asked for, with the weights of then."""
+        """Yield micro-batches of this rank from a step on, without end. Completions are drawn when
+        the first batch of a step is asked for, with the weights at that time."""
         updates, size = self.recipe.grpo.updates, self.recipe.run.micro_batch_size
         rows: list[dict[str, Any]] = []
         while True:
@@ -103,7 +103,7 @@ class Rollouts:
             step += 1
 
     def _draw(self, number: int) -> list[dict[str, Any]]:
-        """Draw the completions of a batch of prompts, as rows. number: of the batch."""
+        """Draw the completions of the batch of prompts with this number, as rows."""
         fields, run, data = self.recipe.grpo, self.recipe.run, self.recipe.data
         rank, ranks = self.engine.replica
         own = run.global_batch_size // fields.group_size // ranks
@@ -148,8 +148,8 @@ class Rollouts:
         return found[0]
 
     def _ask(self, prompts: Sequence[Prompt], samples: Sequence[GenerationResult]) -> Any:
-        """Call the function with copies, which it may change. Where it fails, the ValueError names
-        the first sample of which it fails alone."""
+        """Call the function with copies, which it may change. If it fails, the ValueError names the
+        first sample for which it fails alone."""
         ids = [[*sample.token_ids] for sample in samples]
         texts: list[Any] = list(map(self.tokenizer.decode, ids))
         records = [copy.deepcopy(record) for _, record, _ in prompts]
@@ -212,7 +212,7 @@ def _find_reward(name: str) -> Callable[..., Sequence[float]]:
 
 
 def _row(sample: GenerationResult, advantage: Tensor, reward: Tensor) -> dict[str, Any]:
-    """A completion with its prompt: tokens that predict the next one."""
+    """Return a completion with its prompt as a row: tokens, and their next ones as labels."""
     ids = torch.tensor([*sample.prompt_tokens, *sample.token_ids])
     mask = (torch.arange(1, len(ids)) >= len(sample.prompt_tokens)).float()
     drawn = torch.zeros_like(mask)

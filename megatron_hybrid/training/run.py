@@ -20,15 +20,15 @@ EXPORTED = "exported"
 
 
 def train(source: str | Path, overrides: Iterable[str], folder: Path) -> int:
-    """Train by a recipe in `folder`, on every rank. At the last step the model is exported to the
-    folder `exported`, for `load_pretrained`, and the losses are plotted if there is matplotlib.
+    """Train by a recipe in `folder`, on every rank. After the last step the model is exported to
+    the folder `exported`, for `load_pretrained`, and the losses are plotted if matplotlib is there.
 
     Returns:
-        The exit status: 0; 1 where the run cannot go on, which all ranks tell; 3 where it was
-        stopped before its last step; 130 where it was interrupted in a step.
+        The exit status: 0; 1 if the run cannot go on, which all ranks report; 3 if it was stopped
+        before its last step; 130 if it was interrupted in a step.
 
     Raises:
-        ValueError: the recipe, or what it names, does not fit; on all ranks.
+        ValueError: the recipe, or a file that it names, does not fit; on all ranks.
         OSError: the folder cannot be written; on all ranks.
     """
     try:
@@ -74,7 +74,7 @@ def _run(trainer: Trainer, recipe: Recipe, folder: Path) -> int:
 
 
 def _recipe_of_all(source: str | Path, overrides: Iterable[str]) -> Recipe:
-    """The first rank's recipe: others may have no such file, or another one."""
+    """Return the first rank's recipe: others may lack the file, or have another one."""
     found: list[Recipe | None] = [None]
     with fail_together(ValueError, whole_job=True):
         if dist.get_rank() == 0:

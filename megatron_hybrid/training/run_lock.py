@@ -18,14 +18,14 @@ _held: set[int] = set()
 
 
 class RunLock:
-    """The lock of a run's folder, which ends with the process, however that ends. Of two runs in
-    one folder each would remove the other's save under way.
+    """The lock of a run's folder, which ends with the process, however that ends. Two runs in one
+    folder would remove each other's unfinished saves.
 
     Args:
-        folder: of the run; made where there is none.
+        folder: that of the run, which is made if it is missing.
 
     Raises:
-        OSError: another run has it, perhaps of this process; or it cannot be written.
+        OSError: another run has the folder, perhaps in this process; or it cannot be written.
     """
 
     def __init__(self, folder: Path):
@@ -34,7 +34,7 @@ class RunLock:
         _held.add(self._descriptor)
         holder = {"pid": self._pid, "host": socket.gethostname(), "began": time.time()}
         self.text = json.dumps(holder)
-        """What is in the file."""
+        """The content of the file."""
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, self.text.encode(), 0)
 
@@ -67,7 +67,7 @@ class RunLock:
             os.close(descriptor)  # of a file that its run has removed meanwhile
 
     def release(self) -> None:
-        """Let another run have the folder. In a fork it does nothing."""
+        """Unlock the folder for another run. In a fork this does nothing."""
         if self._descriptor in _held and os.getpid() == self._pid:
             _held.discard(self._descriptor)
             self.path.unlink(missing_ok=True)
@@ -77,7 +77,7 @@ class RunLock:
 def check_shared(folder: Path, text: str) -> None:
     """Raise OSError unless this rank can write to the folder that another one has locked.
 
-    text: of that lock.
+    text: that of the lock.
     """
     try:
         is_same = (folder / LOCK).read_text() == text
@@ -102,7 +102,7 @@ def _describe(text: bytes) -> str:
 
 
 def _let_go() -> None:
-    """Close locks in a fork, which would else keep that of a run that has been killed."""
+    """Close the locks in a fork, which would otherwise keep that of a killed run."""
     while _held:
         os.close(_held.pop())
 

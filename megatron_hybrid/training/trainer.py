@@ -75,7 +75,7 @@ _LOSS_FIELDS = (
     "moe_z_loss_coeff",
     "mtp_loss_scaling_factor",
 )
-"""Fields of the model that change no forward pass, but what is trained."""
+"""Fields of the model that change the training, but no forward pass."""
 _SECTIONS_OF_RESULTS = ("data", "run", "optimizer", "lora", "dpo", "grpo")
 _FREE_FIELDS = {
     *("data.workers", "data.cache_path", "grpo.cache_bytes"),
@@ -85,13 +85,13 @@ _FREE_FIELDS = {
     *("optimizer.decay", "optimizer.decay_steps"),
     *("optimizer.weight_decay", "optimizer.end_weight_decay"),
 }
-"""Fields that may be others when a run goes on: those that change no result but by rounding, and
-the rates from there on."""
+"""Fields that may differ when a run goes on: those that change results only by rounding, and the
+rates from there on."""
 _FREE_OF_MODEL = re.compile(
     "parallel|pipeline|recompute|overlap|offload|fus(ed|ion)|cuda_graph|comm|dispatcher|gemm"
     "|backend|init|layer_spec"
 )
-"""The same, of fields of the model: how it is laid out and computed."""
+"""Fields of the model that may differ: how it is laid out and computed."""
 _SHIPPED = (CrossEntropy, DpoLoss, GrpoLoss)
 
 
@@ -100,15 +100,15 @@ class Progress:
     """Progress of a run; a checkpoint holds it."""
 
     step: int = 0
-    """Steps done, skipped ones among them."""
+    """Steps done, including skipped ones."""
     samples: int = 0
     """Rows read, over all ranks."""
     tokens: int = 0
-    """Tokens with a label in them."""
+    """Tokens with a label in these rows."""
     skipped_steps: int = 0
-    """Steps without an update, because a gradient was not finite."""
+    """Steps without an update, because a loss or gradient was not finite."""
     skipped_in_row: int = 0
-    """Number of the last of these, in a row."""
+    """Number of the latest steps in a row that were skipped."""
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,12 @@ class Step:
     """An optimizer step."""
 
     loss: float
-    """Mean loss of a token with a label, in nats, over all ranks; of a loss of one's own, the mean
-    of what it counts."""
+    """Mean loss of a token with a label, in nats, over all ranks; for another loss, the mean of the
+    items that it counts."""
     gradient_norm: float
     """Norm of the gradient over all parameters and ranks, before it was clipped."""
     updated: bool
-    """False: the step was skipped, since loss or norm is not finite, as without a label."""
+    """Whether the model was updated: loss and norm must be finite, which takes a label."""
 
 
 class TrainingError(RuntimeError):
@@ -130,8 +130,8 @@ class TrainingError(RuntimeError):
 
 @contextmanager
 def training_device() -> Iterator[torch.device]:
-    """Context in which megatron-core trains on the device of this rank, which it gives: the rank's
-    GPU, or the CPU."""
+    """Yield the device of this rank, its GPU or the CPU, in a context in which megatron-core trains
+    there."""
     with torch_distributed(), ends_with_launcher():
         if torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -150,9 +150,9 @@ class Trainer:
 
     Args:
         recipe: sizes, data and settings of the run.
-        folder: of the run: checkpoints, log.
-        device: as `training_device` gave it.
-        loss: what is minimised; None: that of the recipe.
+        folder: that of the run, with checkpoints and log.
+        device: the one that `training_device` gave.
+        loss: the loss to minimise; None takes the recipe's.
 
     Raises:
         ValueError: the recipe or the loss does not fit the ranks, the data, the model or the
@@ -191,8 +191,8 @@ class Trainer:
                 raise
 
     def close(self) -> None:
-        """Unlock the folder for another run, after all checkpoints are saved. The end of the object
-        does the same."""
+        """Close the engine of rollouts, and unlock the folder for another run. Call it after all
+        checkpoints are saved. The end of the object unlocks the folder, too."""
         if getattr(self, "rollouts", None) is not None:
             self.rollouts.engine.close()
         self._release()
@@ -232,7 +232,7 @@ class Trainer:
         if recipe.lora is not None:
             add_adapters(self.model, recipe.lora)
         self.reference: ReferencePolicy | None = None
-        """The policy that the run began with, if the loss needs it."""
+        """The policy that the run began with; None if the loss does not need it."""
         if self.loss.needs_reference:
             with device:
                 self.reference = ReferencePolicy(self.model, recipe.lora is not None)
@@ -277,9 +277,9 @@ class Trainer:
         step is finished and saved.
 
         Raises:
-            TrainingError: too many steps in a row had no finite gradient, or all of the run; or an
+            TrainingError: too many steps in a row, or all steps, had no finite gradient; or an
                 evaluation would have no label.
-            ValueError: the log has a line that is no report, or a loss cannot be trained by.
+            ValueError: a line of the log is no report, or the loss returned unusable sums.
             ImportError, OSError: a writer of the reports lacks its package, or does not start; on
                 all ranks.
         """
@@ -322,7 +322,7 @@ class Trainer:
             )
 
     def _require_validation_labels(self) -> None:
-        """Raise TrainingError if evaluations would be of no label."""
+        """Raise TrainingError if evaluations would have no label."""
         if self.eval_data is None:
             return
         number, data = self.recipe.run.eval_batches, self._batches(self.eval_data, 0)
@@ -334,14 +334,14 @@ class Trainer:
             )
 
     def _lacks_evaluation(self, reports: Reports | None) -> bool:
-        """Return whether the log has no evaluation of this step, which has one."""
+        """Return whether an evaluation of this step is due, and missing in the log."""
         step, run = self.progress.step, self.recipe.run
         is_due = step and (step == run.steps or _is_due(run.eval_every_steps, step))
         lacks = self.eval_data and is_due and reports and step not in reports.evaluated
         return self._any_rank(bool(lacks))
 
     def batches(self) -> Iterator[Batch]:
-        """This rank's micro-batches of training data, from the present step on."""
+        """Return this rank's micro-batches of training data, from the present step on."""
         if self.rollouts is not None:
             return self.rollouts.batches(self.progress.step)
         data, fields = self._batches(self.train_data, self.progress.samples), self.recipe.data
@@ -388,8 +388,8 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss of a validation token, in nats, or of what the loss counts; the same on all
-        ranks."""
+        """Compute the mean loss of a validation token, in nats, or of the items that the loss
+        counts; the same on all ranks."""
         if self.eval_data is None:
             raise ValueError("the recipe has no validation data: set run.eval_every_steps.")
         data = self._batches(self.eval_data, 0)
@@ -407,8 +407,8 @@ class Trainer:
         self.checkpoints.save(self.progress.step, self._state(is_loading=False))
 
     def export(self, folder: str | os.PathLike) -> None:
-        """Write the model and its tokenizer for `load_pretrained`, its adapters merged; these alone
-        lie in its folder "adapters". Every rank calls it; the run may go on after it.
+        """Write the model and its tokenizer for `load_pretrained`, with its adapters merged, and
+        the adapters alone in the folder "adapters" there. Every rank calls it; the run may go on.
 
         Raises:
             OSError, CheckpointError: the folder cannot be written; on all ranks.
@@ -428,8 +428,8 @@ class Trainer:
         """Run a global batch forward, and backward if not forward_only.
 
         Returns:
-            Over all ranks: sums and counts of the loss and its metrics, by name; and the number of
-            tokens with a label.
+            Sums and counts of the loss and its metrics, by name, and the number of tokens with a
+            label; all over all ranks.
         """
         if self.reference is not None:
             data = self._with_reference([next(data) for _ in range(self.num_micro_batches)])
@@ -446,7 +446,7 @@ class Trainer:
 
     @torch.no_grad()
     def _with_reference(self, given: list[Batch]) -> Iterator[Batch]:
-        """The same with what the reference policy says, on the last pipeline stage."""
+        """Add the log-probabilities of the reference policy, on the last pipeline stage."""
         with self.reference.policy() as policy:
             outputs = self._schedule(
                 iter(given), policy, forward_only=True, collect_non_loss_data=True
@@ -488,7 +488,7 @@ class Trainer:
         return output, partial(self._loss, batch)
 
     def _loss(self, batch: Batch, losses: Tensor, non_loss_data: bool = False) -> Any:
-        """What core's schedules take: the sum of the losses, an integer, and what to return."""
+        """Return the values for core's schedules: the loss's total, a count, and all sums."""
         if non_loss_data:
             return -losses
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # whatever a loss of others sets
@@ -537,8 +537,8 @@ class Trainer:
         }
 
     def _kept_fields(self) -> dict[str, Any]:
-        """Name what makes another run of it, other than `HybridConfig.differences`: all fields that
-        results depend on, what the data hold, and the loss."""
+        """Return what, in addition to `HybridConfig.differences`, a resumed run must share: all
+        fields that results depend on, the contents of the data, and the loss."""
         fields, config = self.recipe.to_dict(), self.model.config
         kept = {
             f"{section}.{name}": value
@@ -558,7 +558,7 @@ class Trainer:
 
     @cached_property
     def _base_weights(self) -> str | None:
-        """A digest of the weights that a run needs anew when it goes on; None: it needs none."""
+        """Digest of the pretrained weights that a resumed run needs again; None if none."""
         if self.recipe.lora is None and not self.loss.needs_reference:
             return None
         folder = model_folder(self.recipe.model["pretrained"])
@@ -628,7 +628,7 @@ class Trainer:
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Bytes of a GPU; None of a CPU, whose memory others share, and may be swapped."""
+    """Return a GPU's bytes, or None for a CPU, whose memory is shared and may be swapped."""
     if device.type != "cuda":
         return None
     return torch.cuda.get_device_properties(device).total_memory
@@ -645,9 +645,9 @@ def _finalize_gradients(
     _: Tensor,
     **options: Any,
 ) -> None:
-    """Sum gradients over ranks and divide by what the loss counted on all, after the backward
-    passes of a step. count: on this rank, in place of core's, which is an integer; core takes one
-    below 1 for 1. unit: 1, or a power of two where it sums weights, which are at least 0.001."""
+    """Sum gradients over ranks and divide them by the loss's count on all ranks, after the backward
+    passes of a step. `count` is that of this rank, in place of core's integer; core raises a count
+    below 1 to 1. `unit` is 1, or a power of two if weights are summed, which are at least 0.001."""
     finalize_model_grads(list(chunks), count * unit, **options)
     for chunk in chunks:  # after core, whose reductions may be under way until then
         if unit > 1:
@@ -693,7 +693,7 @@ def _check_loss(loss: Loss, recipe: Recipe, config: HybridConfig) -> None:
 
 
 def tokenizer_of(recipe: Recipe) -> Tokenizer:
-    """The tokenizer of a run. Raises ValueError where there is none."""
+    """Read the tokenizer of a run. Raise ValueError if there is none."""
     folder = model_folder(recipe.tokenizer)
     if find_tokenizer(folder) is None:
         raise ValueError(
@@ -704,7 +704,7 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
 
 
 def model_config_of(recipe: Recipe, tokenizer: Tokenizer) -> HybridConfig:
-    """The config of the model that a run trains. Raises ValueError if it does not fit the
+    """Return the config of the model that a run trains. Raise ValueError if it does not fit the
     tokenizer."""
     # A micro-batch counts by its labels: core's data parallelism reads it, and our routers.
     counting = {"calculate_per_token_loss": True}

@@ -31,15 +31,15 @@ class Batch:
     tokens: Tensor
     """int64 [1, T]."""
     labels: Tensor
-    """int64 [1, T]: for each token the next one of its sequence; where there is none, any token."""
+    """int64 [1, T]: for each token the next one of its sequence, or any token for the last one."""
     loss_mask: Tensor
-    """fp32 [1, T]: weights of the labels; 0: it does not count. It may be 0 throughout."""
+    """fp32 [1, T]: weights of the labels. Those of weight 0, which may be all, do not count."""
     lengths: list[int]
     """Lengths of the sequences in the row; their sum is T."""
     padding_mask: Tensor | None = None
-    """bool [1, T]: True for tokens that only fill the row; None: there are none."""
+    """bool [1, T]: True for tokens that only fill the row; None if there are none."""
     columns: dict[str, Tensor] = field(default_factory=dict)
-    """What a loss needs in addition, [1, T] by name; "reference": fp32 log-probabilities of the
+    """Further inputs of a loss, [1, T] by name. "reference" are fp32 log-probabilities of the
     labels by the reference policy."""
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class Batch:
 
     @classmethod
     def of(cls, rows: Sequence[dict[str, Any]]) -> Batch:
-        """Join rows of a dataset of `build_datasets`; those of others may have "columns"."""
+        """Join rows of a dataset, such as one of `build_datasets`. Rows may have "columns", too."""
         tokens, labels, loss_mask = (
             torch.cat([row[name] for row in rows])[None]
             for name in ("tokens", "labels", "loss_mask")
@@ -64,7 +64,7 @@ class Batch:
         return cls(tokens, labels, loss_mask, lengths, padding_mask, columns)
 
     def packed_seq_params(self) -> PackedSeqParams:
-        """Boundaries of the sequences in host memory, where the model reads them."""
+        """Return the boundaries of the sequences in host memory, where the model reads them."""
         boundaries = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
         longest = max(self.lengths)
         return PackedSeqParams(
@@ -76,14 +76,14 @@ class Batch:
         )
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same on a device."""
+        """Copy the batch to a device."""
         own = {name: one.to(device) for name, one in vars(self).items() if isinstance(one, Tensor)}
         columns = {name: column.to(device) for name, column in self.columns.items()}
         return replace(self, **own, columns=columns)
 
     def cut(self, most: int) -> Batch:
-        """The same tokens in sequences of at most `most` tokens, for a warm-up of the sequence
-        length (Li et al. 2022, arXiv:2108.06084)."""
+        """Cut the same tokens into sequences of at most `most` tokens, for a warm-up of the
+        sequence length (Li et al. 2022, arXiv:2108.06084)."""
         pieces = ([*[most] * (n // most), n % most] for n in self.lengths)
         return replace(self, lengths=[n for n in chain.from_iterable(pieces) if n])
 
@@ -91,7 +91,7 @@ class Batch:
 def count_micro_batches(
     global_batch_size: int, micro_batch_size: int, data_parallel_size: int
 ) -> int:
-    """Micro-batches of a rank in a global batch. Raises ValueError where it does not divide."""
+    """Count a rank's micro-batches in a global batch. Raise ValueError if it does not divide."""
     rows = micro_batch_size * data_parallel_size
     if rows < 1 or global_batch_size < 1 or global_batch_size % rows:
         raise ValueError(
@@ -112,16 +112,16 @@ def batches(
     consumed_samples: int = 0,
     workers: int = 0,
 ) -> Iterator[Batch]:
-    """Micro-batches of one data-parallel rank.
+    """Iterate over the micro-batches of one data-parallel rank.
 
-    A global batch is the next global_batch_size rows of the dataset in any layout: only who reads
-    which of them depends on it. So a run goes on with consumed_samples alone. Each global batch
-    gives every rank global_batch_size / (micro_batch_size * data_parallel_size) micro-batches. It
-    ends when the dataset has no whole global batch left.
+    A global batch is the next global_batch_size rows of the dataset in any layout, which only
+    decides who reads which of them. So a run needs only consumed_samples to go on. A global batch
+    gives every rank global_batch_size / (micro_batch_size * data_parallel_size) micro-batches. The
+    iterator ends when the dataset has no whole global batch left.
 
     Args:
         consumed_samples: rows to leave out, of all ranks together.
-        workers: processes that read ahead; 0: rows are read when they are asked for.
+        workers: processes that read ahead; with 0 rows are read when they are asked for.
 
     Raises:
         ValueError: the global batch does not divide over ranks and micro-batches, or the dataset
@@ -153,8 +153,8 @@ def batches(
 
 
 def _outlive_signals(_: int) -> None:
-    """A terminal's Ctrl-C and a launcher's SIGTERM reach workers, too, and a run that ends after
-    its step still reads. A worker's SIGTERM is that of its rank, which ends it at its own end."""
+    """Ignore a terminal's Ctrl-C and a launcher's SIGTERM in a worker: a run that ends after its
+    step still reads. Only a SIGTERM of its rank, which the rank sends at its end, ends a worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # not on macOS
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])

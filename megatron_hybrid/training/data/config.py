@@ -1,4 +1,4 @@
-"""DataFields: which datasets a training run reads, and how rows are made of them."""
+"""DataFields: which datasets a training run reads, and how rows are made from them."""
 
 import re
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ SPLITS = ("train", "valid", "test")
 class DataFields(Fields):
     """Datasets by the prefix of their files, as `megatron-hybrid preprocess --output` writes them.
 
-    Either `blend` and `split`, or one blend for each split. A blend is a list of prefixes or of
-    pairs [weight, prefix]; rows are drawn in proportion to the weights, without weights in
+    Give either `blend` and `split`, or one blend for each split. A blend is a list of prefixes or
+    of pairs [weight, prefix]. Rows are drawn in proportion to the weights, or without weights in
     proportion to the datasets' tokens.
     """
 
@@ -25,10 +25,10 @@ class DataFields(Fields):
     """Tokens of a row."""
 
     kind: Literal["pretraining", "sft", "preferences", "prompts"] = "pretraining"
-    """"pretraining": documents are joined, and cut into rows. "sft": whole conversations are packed
-    into rows, with loss on the answers alone. "preferences": pairs of conversations, a chosen and a
-    rejected one, for `dpo`. "prompts": `train` names files of JSONL whose records have a `prompt`,
-    a text or messages, for `grpo`."""
+    """With "pretraining" documents are joined, and cut into rows. With "sft" whole conversations
+    are packed into rows, with loss only on the answers. "preferences" are pairs of conversations, a
+    chosen and a rejected one, for `dpo`. With "prompts" `train` names files of JSONL whose records
+    have a `prompt`, a text or messages, for `grpo`."""
 
     blend: list = field(default_factory=list)
     """The blend that `split` divides into training, validation and test data."""
@@ -54,18 +54,18 @@ class DataFields(Fields):
     restart after each end-of-document token. Conversations never see each other."""
 
     mask_end_of_document_loss: bool = True
-    """No loss where an end-of-document token would predict the next document's first token."""
+    """There is no loss where an end-of-document token would predict the next document's first."""
 
     sequence_length_warmup: list[list[Annotated[int, Range(ge=1)]]] = field(default_factory=list)
     """Pairs [step, tokens] in ascending order: before this step, sequences of a row with more than
     this many tokens are cut (Li et al. 2022, arXiv:2108.06084). Rows keep their length."""
 
     cache_path: str | PathLike | None = None
-    """Folder for the order of rows, which is computed once. None: the folder `PREFIX/cache` next to
-    the data."""
+    """Folder for the order of rows, which is computed once. The default is the folder
+    `PREFIX/cache` next to the data."""
 
     workers: Annotated[int, Range(ge=0, le=1023)] = 0
-    """Processes of each rank that read data ahead; 0: the rank reads data when it needs them."""
+    """Processes of each rank that read data ahead. With 0 the rank reads data when needed."""
 
     def check(self) -> None:
         super().check()
@@ -94,7 +94,7 @@ class DataFields(Fields):
             )
 
     def longest_sequence(self, step: int) -> int:
-        """Most tokens of a sequence at a step, counted from 0; for `Batch.cut`."""
+        """Return the most tokens of a sequence at a step, counted from 0; for `Batch.cut`."""
         for end, tokens in self.sequence_length_warmup:
             if step < end:
                 return tokens
@@ -102,10 +102,10 @@ class DataFields(Fields):
 
 
 def parse_blend(name: str, entries: Sequence) -> tuple[list[str], list[float] | None]:
-    """Prefixes, and their weights if they have any.
+    """Return the prefixes of a blend, and their weights if they have any.
 
     Raises:
-        ValueError: an entry is neither a prefix nor a pair, or some have weights and others not.
+        ValueError: an entry is neither a prefix nor a pair, or only some have weights.
     """
     pairs = [_parse_entry(name, entry) for entry in entries]
     prefixes = [prefix for _, prefix in pairs]
@@ -129,10 +129,10 @@ def _parse_entry(name: str, entry: Any) -> tuple[float | None, str]:
 
 
 def parse_split(split: str) -> list[float]:
-    """The parts for training, validation and test, whose sum is 1.
+    """Parse the parts for training, validation and test, whose sum becomes 1.
 
     Raises:
-        ValueError: not one to three numbers, or all are 0.
+        ValueError: the text is not one to three numbers, or all are 0.
     """
     number = r"\s*(?:\d+\.?\d*|\.\d+)\s*"
     if not re.fullmatch(rf"{number}(?:,{number}){{0,2}}", split):

@@ -20,7 +20,7 @@ from megatron_hybrid.training.data.rows import ConversationRows, DocumentRows, P
 def build_datasets(
     fields: DataFields, tokenizer: Tokenizer, num_samples: tuple[int | None, int | None, int | None]
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
-    """Datasets for training, validation and test, by megatron-core's builder. Call it on all ranks.
+    """Build the training, validation and test data by megatron-core's builder, on all ranks.
 
     Item i of a dataset is one row of s = `sequence_length` tokens: "tokens" and "labels" int64 [s],
     "loss_mask" fp32 [s], "lengths" list of int, of the sequences in the row, with the sum s.
@@ -30,11 +30,11 @@ def build_datasets(
     a stop must ask for as many as before.
 
     Args:
-        num_samples: rows of each dataset; it repeats its documents as needed. 0: there is no such
-            dataset. None: one epoch.
+        num_samples: rows of each dataset, which repeats its documents as needed. 0 makes no such
+            dataset; None makes one epoch.
 
     Raises:
-        ValueError: a field, or a file of a dataset; on all ranks.
+        ValueError: a field or a file of a dataset is wrong; on all ranks.
     """
     with fail_together(ValueError, whole_job=True):
         fields.check()
@@ -61,7 +61,7 @@ _ROWS = {"pretraining": DocumentRows, "sft": ConversationRows, "preferences": Pr
 
 
 def _checked_blends(fields: DataFields, tokenizer: Tokenizer, num_samples: tuple) -> dict:
-    """Core's fields for the blends, after checks of all that they name."""
+    """Check all datasets of the blends, and return core's fields for the blends."""
     wanted = [name for name, size in zip(SPLITS, num_samples) if size != 0]
     if fields.blend:
         ends = [0.0, *accumulate(parse_split(fields.split))]
@@ -80,9 +80,9 @@ def _checked_blends(fields: DataFields, tokenizer: Tokenizer, num_samples: tuple
 def _checked(
     fields: DataFields, tokenizer: Tokenizer, name: str, bounds: dict[str, tuple[float, float]]
 ) -> tuple[list[str], list[float] | None]:
-    """A blend in core's form.
+    """Check a blend, and return it in core's form.
 
-    bounds: split -> where its part of each dataset's documents starts and ends, of 1.
+    bounds: split -> where its part of each dataset's documents starts and ends, from 0 to 1.
     """
     prefixes, weights = parse_blend(name, getattr(fields, name))
     if not prefixes:
@@ -115,7 +115,7 @@ def _checked(
 
 
 def _check_cache(path: str | os.PathLike) -> None:
-    """Core would find out on the first rank alone, for which the others wait."""
+    """Raise ValueError for a cache that cannot be used. Core would only raise on the first rank."""
     folder = os.path.abspath(path)
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)

@@ -15,7 +15,7 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.utils.files import digest_of_files
 
 SPANS = ".spans"
-"""Added to the prefix: for each conversation its answers, `SPAN`, as int32."""
+"""Suffix of the prefix of files with the answers of each conversation: `SPAN`, as int32."""
 _OPTIONS = {
     "pretraining": "without --chat and --preferences",
     "sft": "with --chat",
@@ -25,8 +25,8 @@ _AGAIN = "Remove it, and run `megatron-hybrid preprocess` again."
 
 
 class Sequences(IndexedDataset):
-    """An indexed dataset whose .bin is read, not mapped: one that is cut meanwhile is an error, and
-    no signal that ends the process."""
+    """An indexed dataset whose .bin is read, not mapped: a file that is cut meanwhile is an error,
+    not a signal that ends the process."""
 
     def __init__(self, prefix: str):
         super().__init__(prefix, mmap=False)
@@ -51,14 +51,14 @@ class Sequences(IndexedDataset):
 
 
 def content_of(prefix: str) -> str:
-    """A digest of a dataset's files, by which one that was made anew is known."""
+    """Compute a digest of a dataset's files, which differs if the dataset was made anew."""
     both = [of(each) for each in (prefix, prefix + SPANS) for of in (get_idx_path, get_bin_path)]
     return digest_of_files(path for path in both if os.path.exists(path))
 
 
 def count_labels(prefix: str, sequence_length: int) -> np.ndarray:
-    """Return how many labels the row of each conversation has: tokens of its answers, but for its
-    first one and those that are cut off."""
+    """Count the labels in the row of each conversation: tokens of its answers, except its first
+    token and those that are cut off."""
     sizes = _check_index(prefix + SPANS) // len(SPAN)
     spans = np.fromfile(get_bin_path(prefix + SPANS), SPAN)
     counts = np.minimum(spans["end"], sequence_length + 1) - np.maximum(spans["start"], 1)
@@ -76,9 +76,9 @@ class Description:
     """Fingerprint of the tokenizer."""
     vocab_size: int
     end_token: int | None
-    """Id of the token that ends a document; None: the tokenizer has none."""
+    """Id of the token that ends a document; None if the tokenizer has none."""
     documents: int
-    """Or conversations."""
+    """Number of documents or conversations."""
     tokens: int
 
     def write(self, path: Path) -> None:
@@ -118,7 +118,7 @@ def check_dataset(prefix: str, tokenizer: Tokenizer, kind: str, ends_documents: 
 
 
 def _check_index(prefix: str) -> np.ndarray:
-    """Lengths of the sequences of an indexed dataset whose two files are whole."""
+    """Return the lengths of an indexed dataset's sequences. Raise ValueError for torn files."""
     idx, bin_ = Path(get_idx_path(prefix)), Path(get_bin_path(prefix))
     for path, other in ((idx, bin_), (bin_, idx)):
         if not path.is_file():
@@ -164,8 +164,8 @@ def _check_description(
     counts = len(lengths), int(lengths.sum(dtype=np.int64))
     if (found.documents, found.tokens) != counts:
         raise ValueError(
-            f"{path} tells of {found.documents} documents and {found.tokens} tokens, {prefix}.idx "
-            f"of {counts[0]} and {counts[1]}: they are of different runs. {_AGAIN}"
+            f"{path} counts {found.documents} documents and {found.tokens} tokens, {prefix}.idx "
+            f"has {counts[0]} and {counts[1]}: they are of different runs. {_AGAIN}"
         )
 
 
@@ -173,9 +173,9 @@ def _check_ends(prefix: str, tokenizer: Tokenizer, lengths: np.ndarray) -> None:
     remedy = "Make it anew with --append-eod, or set reset_at_documents to False."
     if tokenizer.eod is None:
         raise ValueError(
-            "the tokenizer has no end-of-document token, so the documents of a row cannot be told "
-            "apart. Give it an eos_token in tokenizer_config.json, or set reset_at_documents to "
-            "False."
+            "the tokenizer has no end-of-document token, so the documents of a row cannot be "
+            "separated. Give it an eos_token in tokenizer_config.json, or set reset_at_documents "
+            "to False."
         )
     filled, documents = np.flatnonzero(lengths), Sequences(prefix)
     for what, index in (("first", filled[0]), ("last", filled[-1])):

@@ -1,4 +1,4 @@
-"""preprocess: files of documents to a dataset of token ids for training."""
+"""preprocess: turns files of documents into a dataset of token ids for training."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Preprocessed:
     documents: int
     tokens: int
     answer_tokens: int
-    """Tokens with loss, of conversations."""
+    """Tokens of answers in conversations, which have a loss."""
     empty: int
     """Records that were left out since their text or their list of messages is empty or null."""
     broken: int
-    """Records that were left out since they are no documents."""
+    """Records that were left out since they are not documents."""
     seconds: float
 
 
@@ -63,28 +63,28 @@ def preprocess(
     the .idx, without which there is no dataset, is the last of them.
 
     Args:
-        inputs: files of JSONL, text, parquet or arrow, by their endings; "-": JSONL of the standard
-            input; folders that `Dataset.save_to_disk` of Hugging Face's `datasets` wrote.
+        inputs: files of JSONL, text, parquet or arrow, by their endings; "-" for JSONL of the
+            standard input; folders of `Dataset.save_to_disk` (Hugging Face's `datasets`).
         tokenizer: folder of the model that is to be trained, or "demo".
         output: prefix of the files to write; there must be no such dataset.
-        key: field of the text, None: "text"; with chat of the messages, None: "messages". Of
-            preferences None.
+        key: field of the text, by default "text", or with chat of the messages, by default
+            "messages". Preferences take None.
         workers: processes that encode; this one reads and writes.
         chat: documents are conversations, for supervised fine-tuning.
         preferences: records have a "chosen" and a "rejected" answer to a "prompt"; each makes two
             conversations, one after the other.
-        append_eod: end each document with the tokenizer's end token; None: all but conversations,
-            whose ends the chat template writes.
-        one_per_line: each line of a text file is a document; else the file is one.
-        skip_broken: leave out records that are no documents, and tell of each.
+        append_eod: end each document with the tokenizer's end token. None ends all but
+            conversations, whose ends the chat template writes.
+        one_per_line: each line of a text file is a document; otherwise the whole file is one.
+        skip_broken: leave out records that are not documents, and report each.
         train_on: the messages of a chat that are trained: see `TrainOn`.
         training_template: text of a chat template that marks answers by `{% generation %}`, and
-            writes the same text as the tokenizer's; None: see `render_with_answers`.
-        tell: gets these lines.
+            writes the same text as the tokenizer's. `render_with_answers` says how None works.
+        tell: gets a line for each of these records.
 
     Raises:
         ValueError: a file cannot be read, a record is no document, or there are no documents.
-        ImportError: parquet, .arrow and .zst files need pyarrow.
+        ImportError: parquet, .arrow and .zst files need pyarrow, which is missing.
         RuntimeError: a worker died.
     """
     paths, folder = check_files(inputs, with_stdin=True), model_folder(tokenizer)
@@ -143,11 +143,11 @@ def train_and_save_tokenizer(
     key: str | None = None,
     one_per_line: bool = False,
 ) -> Tokenizer:
-    """Train a tokenizer on the documents of files (see `preprocess`), and write it to a folder,
-    which must have none.
+    """Train a tokenizer on the documents of files (see `preprocess`), and write it to a folder
+    without one.
 
     Raises:
-        ValueError: the folder has a tokenizer, or as `preprocess` and `train_tokenizer`.
+        ValueError: the folder has a tokenizer; or see `preprocess` and `train_tokenizer`.
     """
     if (found := find_tokenizer(model_folder(folder))) is not None:
         raise ValueError(f"{found} exists: name another folder, or leave out --train-tokenizer.")
@@ -158,7 +158,7 @@ def train_and_save_tokenizer(
 
 
 class _Output:
-    """Files of a dataset, in a folder next to it until they are whole."""
+    """Files of a dataset, which are in a folder next to it until they are whole."""
 
     def __init__(self, prefix: Path, tokenizer: Tokenizer, kind: str):
         self.prefix, self.tokenizer, self.kind = prefix, tokenizer, kind
@@ -189,7 +189,7 @@ class _Output:
         self.tokens += len(encoded.tokens)
 
     def finish(self) -> None:
-        """Put the files in their places, the index of the tokens last."""
+        """Move the files to their places, the index of the tokens last."""
         if not self.documents:
             raise ValueError("the input has no documents: nothing is written.")
         self.text.finalize(str(self.folder / ".idx"))

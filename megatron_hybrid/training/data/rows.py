@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 class DocumentRows(GPTDataset):
     """Rows cut from joined documents. With `config.reset_attention_mask` each piece of a document
-    is a sequence of its own, else the row is one."""
+    is a sequence of its own, otherwise the whole row is one."""
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Sequences:
@@ -56,8 +56,8 @@ class ConversationRows(MegatronDataset):
     """Rows packed with whole conversations, in another order in each epoch.
 
     A conversation of n tokens is a sequence of n - 1: each token but the last predicts the next
-    one. Of conversations longer than a row the beginning is used; those without a label in it are
-    left out. What is left of a row is a sequence of padding.
+    one. Only the beginning of a conversation longer than a row is used, and a conversation without
+    a label there is left out. The rest of a row is a sequence of padding.
     """
 
     group = 1
@@ -145,8 +145,8 @@ class ConversationRows(MegatronDataset):
 
 
 class PreferenceRows(ConversationRows):
-    """Rows packed with preferences: a chosen conversation, and after it the rejected one. Each has
-    half of a row at most."""
+    """Rows packed with preferences: a chosen conversation, and after it the rejected one, each of
+    at most half a row."""
 
     group = 2
 
@@ -156,8 +156,8 @@ def pack(lengths: np.ndarray, capacity: int, random: np.random.RandomState) -> l
 
     Args:
         lengths: int [n], each at most `capacity`.
-        capacity: of a row.
-        random: its draws alone decide the order.
+        capacity: length of a row.
+        random: decides the order, on which nothing else has an influence.
 
     Returns:
         Rows: places in `lengths` of their sequences, int64.
@@ -185,7 +185,7 @@ def pack(lengths: np.ndarray, capacity: int, random: np.random.RandomState) -> l
 
 
 def contents_of(dataset: Any) -> list[str]:
-    """Return `content_of` each dataset in a blend, or of the only one."""
+    """Return the digest of each dataset in a blend, or of the only one: see `content_of`."""
     parts = getattr(dataset, "datasets", [dataset])
     return [part.unique_identifiers["content"] for part in parts]
 

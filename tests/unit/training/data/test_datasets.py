@@ -281,7 +281,7 @@ def test_datasets_of_another_input_tokenizer_or_run_are_refused(prefix, tmp_path
     refuse("text was made with another tokenizer: .*text.json has", prefix, make_tokenizer(101))
     path = Path(f"{prefix}.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), "documents": 41}))
-    refuse("tells of 41 documents and .* of 40 and .*: they are of different runs", prefix)
+    refuse("counts 41 documents and .* has 40 and .*: they are of different runs", prefix)
 
 
 def test_without_a_description_tokens_outside_of_the_vocabulary_are_refused(prefix):
