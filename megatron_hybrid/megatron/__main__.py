@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _why_not_run(module: str) -> str:
-    """Return why Python cannot run a module or package; empty: it can."""
+    """Return why Python cannot run a module or package, "" if it can."""
     try:
         spec = importlib.util.find_spec(module)
         if spec is not None and spec.submodule_search_locations is not None:

@@ -26,24 +26,24 @@ from megatron_hybrid.utils.validation import Range, check_fields, type_hints
 
 GB = 1 << 30
 DEFAULT_MAX_TOKENS = 16384
-"""Most tokens of a forward pass, where `max_tokens` is None."""
+"""Most tokens of a forward pass, if `max_tokens` is None."""
 DEFAULT_SEED = 42
-"""Seed of draws, where the model's config has no `inference_sampling_seed`."""
+"""Seed of draws, if the model's config has no `inference_sampling_seed`."""
 SLOT_SHARE = 0.5
-"""Most of the buffer for live slots where neither `max_requests` nor `mamba_memory_ratio` is given;
-the rest is KV and cache."""
+"""Largest part of the buffer for live slots if neither `max_requests` nor `mamba_memory_ratio` is
+given; the rest is KV and cache."""
 REQUEST_MULTIPLE = 4
-"""A derived `max_requests` is a multiple of it."""
+"""Number whose multiple a derived `max_requests` is."""
 MEGATRON_STATES = 3
 """Most states that Megatron extracts from one request in a step."""
 
 
 class InvalidConfigError(AssertionError, ValueError):
-    """A setting is refused. It is both, since Megatron asserts some and checks others."""
+    """A setting is refused. It has two bases, since Megatron asserts some and checks others."""
 
 
 class PrefixCachingEvictionPolicy(StrEnum):
-    """Which cached blocks go first."""
+    """Orders in which cached blocks are evicted."""
 
     REF_ZERO = "ref_zero"
     LRU = "lru"
@@ -62,11 +62,11 @@ class KVCacheManagementMode(StrEnum):
     """Ways to treat the cache of a suspended engine."""
 
     PERSIST = "persist"
-    """It stays in device memory."""
+    """The cache stays in device memory."""
     OFFLOAD = "offload"
-    """It waits in host memory; device memory is given back."""
+    """The cache waits in host memory; device memory is given back."""
     RECOMPUTE = "recompute"
-    """It is dropped; device memory is given back."""
+    """The cache is dropped; device memory is given back."""
 
 
 class CudaGraphSizingDistribution(StrEnum):
@@ -88,8 +88,7 @@ class MambaInferenceStateConfig:
     """Recurrent states of a model, as Megatron declares them. Ours follow from the model itself.
 
     Raises:
-        ValueError: the layers have Mamba-2 and Gated DeltaNet among them, whose states have no
-            common shape.
+        ValueError: Mamba-2 and Gated DeltaNet are among the layers, whose states differ in shape.
     """
 
     layer_type_list: list[str]
@@ -99,7 +98,7 @@ class MambaInferenceStateConfig:
     ssm_states_dtype: torch.dtype
     mamba_chunk_size: int = 128
     ssm_chunk_alignment: int | None = None
-    """Tokens at whose multiples Megatron saves states; default `mamba_chunk_size`. Here, any."""
+    """Megatron saves states at multiples of it, default `mamba_chunk_size`; we at any token."""
     gdp_num_householder: int = 0
 
     def __post_init__(self):
@@ -119,11 +118,11 @@ class MambaInferenceStateConfig:
         conv_states_dtype: torch.dtype | None = None,
         ssm_states_dtype: torch.dtype | None = None,
     ) -> MambaInferenceStateConfig | None:
-        """Read it from a model, wrapped or bare; None: it has neither Mamba-2 nor Gated DeltaNet
-        layers.
+        """Read it from a model, wrapped or bare. Return None for a model with neither Mamba-2 nor
+        Gated DeltaNet layers.
 
         Raises:
-            ValueError: it has both.
+            ValueError: the model has both.
         """
         model = unwrap(model)
         decoder = model.decoder
@@ -147,10 +146,10 @@ class MambaInferenceStateConfig:
 @dataclass
 class InferenceConfig:
     """Megatron's inference settings; `docs/reference/megatron_fields.md` says what each of them
-    does here. One of megatron-core itself does as well.
+    does here. A config of megatron-core itself works as well.
 
     Raises:
-        InvalidConfigError: a field has a value that it never has; the message names the legal ones.
+        InvalidConfigError: a field has an illegal value; the message names the legal ones.
     """
 
     block_size_tokens: BlockSize = 256
@@ -212,10 +211,10 @@ class InferenceConfig:
 
     @classmethod
     def of(cls, config: Any) -> InferenceConfig:
-        """A copy of a config, ours or megatron-core's own.
+        """Copy a config, ours or megatron-core's own.
 
         Raises:
-            TypeError: it is neither.
+            TypeError: it is of neither class.
         """
         require(config, cls, "inference_config", "block_size_tokens", "max_sequence_length")
         names = [field.name for field in fields(cls)]
@@ -223,7 +222,7 @@ class InferenceConfig:
 
 
 def _member(name: str, kind: type[StrEnum], value: object) -> StrEnum:
-    """A member of an enum by its value, or by a member of megatron-core's."""
+    """Return the member of an enum for its value, or for a member of megatron-core's."""
     try:
         return kind(getattr(value, "value", value))
     except ValueError:
@@ -251,7 +250,7 @@ WITHOUT_EFFECT = {
     "disable_ep_consensus": "all expert-parallel ranks run the same steps",
     "ep_consensus_interval": "all expert-parallel ranks run the same steps",
 }
-"""Fields that are warned of where they differ from their defaults, and why they do nothing."""
+"""Fields without effect, and why. A value other than the default gets a warning."""
 
 
 def check(config: InferenceConfig) -> None:
@@ -285,11 +284,11 @@ def check(config: InferenceConfig) -> None:
 def _states_budget(
     config: InferenceConfig, spec: CacheSpec, max_requests: int, max_tokens: int
 ) -> int:
-    """Return the bytes that Megatron sets aside for the states of prefixes; 0 where it has none.
+    """Return the bytes that Megatron sets aside for the states of prefixes; 0 if it keeps none.
 
     Raises:
-        ValueError: fewer bytes than Megatron's least: the states that one step can extract, and
-            one that stays.
+        ValueError: there are fewer bytes than Megatron needs: for the states that one step can
+            extract, and one that stays.
     """
     given = config.prefix_caching_mamba_gb
     if not config.enable_prefix_caching or not spec.state_bytes:
@@ -314,11 +313,11 @@ def _states_budget(
 
 
 def engine_config(config: InferenceConfig, model: HybridModel, model_config: Any) -> EngineConfig:
-    """Translate a config for our engine. Of `buffer_size_gb`, the live slots of `max_requests` are
-    taken first, as in Megatron; the rest, and `prefix_caching_mamba_gb`, is the pool.
+    """Translate a config for our engine. The live slots of `max_requests` come out of
+    `buffer_size_gb` first, as in Megatron; the rest, and `prefix_caching_mamba_gb`, is the pool.
 
-    model_config: of the model that the script built; it has the seed, and says whether decodes are
-        captured as CUDA graphs.
+    model_config: that of the model that the script built; it has the seed, and says whether
+        decodes are captured as CUDA graphs.
 
     Raises:
         InvalidConfigError: the buffer is too small for this model, or a field has an illegal value.
@@ -383,8 +382,8 @@ def engine_config(config: InferenceConfig, model: HybridModel, model_config: Any
 def _derived_requests(
     spec: CacheSpec, total: int, slots_total: int, max_tokens: int, model: HybridModel
 ) -> int:
-    """Return as many requests as fit: their live slots in `slots_total` bytes, one block of each in
-    the buffer, one token of each in a forward."""
+    """Return how many requests fit: their live slots into `slots_total` bytes, one block of each
+    into the buffer, one token of each into a forward pass."""
     block_bytes = spec.page_bytes * max(1, spec.kv_pages_per_block)
     count = min(slots_total // spec.slot_bytes, total // block_bytes, max_tokens)
     multiple = math.lcm(REQUEST_MULTIPLE, model.pg_collection.tp.size())

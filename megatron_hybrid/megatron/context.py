@@ -1,4 +1,4 @@
-"""Megatron's DynamicInferenceContext: a config until an engine uses it, then a view of that."""
+"""Megatron's DynamicInferenceContext: a config, and a view of the engine once one uses it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ class BlockCounts:
     """Sizes of the pool, in KV blocks."""
 
     pool_size: int
-    """All blocks; one is a dummy, as in Megatron."""
+    """All blocks, one of which is a dummy, as in Megatron."""
     active_count: int
     """Blocks that requests may use."""
     total_avail: int
@@ -24,7 +24,7 @@ class DynamicInferenceContext:
     """Settings that `DynamicInferenceEngine` is built from; afterwards, its sizes and counters.
 
     Args:
-        model_config: of the model that will be served.
+        model_config: that of the model that will be served.
         inference_config: ours, or megatron-core's own.
 
     Raises:
@@ -51,7 +51,7 @@ class DynamicInferenceContext:
         """Show this engine from now on.
 
         Raises:
-            ValueError: the context already shows one.
+            ValueError: the context already shows an engine.
         """
         if self._engine is not None:
             raise ValueError(
@@ -64,7 +64,7 @@ class DynamicInferenceContext:
     def reset(
         self, preserve_prefix_cache: bool = False, *, preserve_counters: bool = False
     ) -> None:
-        """Drop what is cached, and count from now on; `engine.reset()` drops requests, too.
+        """Drop the cache, and start the counters anew; `engine.reset()` drops requests, too.
 
         Raises:
             RuntimeError: there are unfinished requests, or no engine yet.
@@ -78,7 +78,7 @@ class DynamicInferenceContext:
             self.reset_counters()
 
     def count_admission(self, report: PrefixReport) -> None:
-        """Count what an admitted request found in the cache."""
+        """Count the tokens that an admitted request found in the cache."""
         self.prefix_cache_hits += report.shared_tokens > 0
         self.prefix_cache_blocks_matched += report.shared_tokens // self.block_size_tokens
         self.prefix_cache_prefill_skipped_tokens += report.skipped_tokens
@@ -106,13 +106,13 @@ class DynamicInferenceContext:
 
     @property
     def step_count(self) -> int:
-        """Steps since the start, or the last `engine.reset()`."""
+        """Steps since the start, or the last reset of the counters."""
         return self._bound("step_count").num_steps - self._first_step
 
     @property
     def lifetime_prefill_token_count(self) -> int:
-        """Tokens that prefills computed since the start, or the last `engine.reset()`; those that
-        the cache saved are not in it."""
+        """Tokens that prefills computed since the start, or the last reset of the counters, without
+        those that the cache saved."""
         engine = self._bound("lifetime_prefill_token_count")
         return engine.scheduler.num_prefill_tokens - self._first_token
 
@@ -120,7 +120,7 @@ class DynamicInferenceContext:
 
     @property
     def is_tensor_state_allocated(self) -> bool:
-        """Tells whether the pool has its device memory."""
+        """Whether the pool has its device memory."""
         return self._engine is not None and not self._engine.is_suspended
 
     @property

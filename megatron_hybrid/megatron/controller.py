@@ -16,7 +16,7 @@ class GPTInferenceWrapper:
 
     Args:
         model: a HybridModel, or a model that Megatron built; wrapped or bare.
-        inference_context: from the same script.
+        inference_context: the one of the same script.
 
     Raises:
         TypeError, ValueError: the model cannot be served; the message says why.
@@ -34,8 +34,8 @@ class TextGenerationController:
     """Carries the tokenizer to the engine, and applies it.
 
     Args:
-        inference_wrapped_model: model and context.
-        tokenizer: with `tokenize`, `detokenize` and `eod`, as Megatron's; None: ids only.
+        inference_wrapped_model: has model and context.
+        tokenizer: has Megatron's `tokenize`, `detokenize` and `eod`; None allows only token ids.
     """
 
     def __init__(self, inference_wrapped_model: GPTInferenceWrapper, tokenizer: Any):
@@ -49,10 +49,10 @@ class TextGenerationController:
 
     @staticmethod
     def tokenize_prompt(tokenizer: Any, prompt: str, add_BOS: bool = False) -> list[int]:
-        """Token ids of a text, with one BOS token in front, or none.
+        """Return the token ids of a text, with one BOS token in front, or none.
 
         Raises:
-            AssertionError: `add_BOS`, and the tokenizer has no BOS token.
+            AssertionError: `add_BOS` is set, and the tokenizer has no BOS token.
         """
         bos = getattr(tokenizer, "bos", None)
         if add_BOS and bos is None:
@@ -69,7 +69,7 @@ class TextGenerationController:
         remove_EOD: bool = True,
         skip_special_tokens: bool = True,
     ) -> str:
-        """Text of token ids. remove_EOD: without the tokenizer's `eod` at the end."""
+        """Return the text of token ids. `remove_EOD` drops the tokenizer's `eod` at the end."""
         eod = getattr(tokenizer, "eod", None)
         tokens = list(tokens)
         while remove_EOD and eod is not None and tokens[-1:] == [eod]:

@@ -1,7 +1,7 @@
 """Coordination: an engine under megatron-core's own coordinator of data-parallel replicas.
 
-The coordinator is a process of core's, and so are its clients. What is ours is the part of an
-engine: it takes requests and signals from the coordinator, steps, and replies.
+The coordinator and its clients are core's. Ours is the part of an engine: it takes requests and
+signals from the coordinator, steps, and replies.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ from megatron_hybrid.utils.child_lifetime import end_with_parent
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.005
 _LOOK_SECONDS = 1.0
-"""Time between two looks whether others are there."""
+"""Seconds between two checks whether others are there."""
 _NOTHING = b""
-"""What a coordinator sends to see whether an engine is there."""
+"""Message by which a coordinator checks whether an engine is there."""
 _STARTING = "starting Megatron's coordinator"
 _WITHOUT_EFFECT = {
     **dict.fromkeys(("START_CUDA_PROFILER", "STOP_CUDA_PROFILER"), "use megatron-hybrid profile"),
@@ -46,8 +46,8 @@ _WITHOUT_EFFECT = {
 
 
 class EngineState(Enum):
-    """States of an engine. Without a coordinator it is RUNNING or SUSPENDED, with one in those
-    that last: the others are of Megatron's own engine."""
+    """States of an engine. Without a coordinator it is RUNNING or SUSPENDED, with one in any state
+    of `STABLE`; only Megatron's own engine has the others."""
 
     RUNNING = auto()
     PAUSING = auto()
@@ -68,7 +68,7 @@ STABLE = (
     EngineState.RESUMED,
     EngineState.STOPPED,
 )
-"""States that last, and that one can wait for."""
+"""States that last, and that a caller can wait for."""
 
 
 class CoordinatorError(NotImplementedError):
@@ -77,7 +77,7 @@ class CoordinatorError(NotImplementedError):
 
 
 def core_parts() -> SimpleNamespace:
-    """`compat.coordinator_parts`, with a CoordinatorError in place of its ImportError."""
+    """Return `compat.coordinator_parts`, or raise CoordinatorError in place of its ImportError."""
     try:
         return coordinator_parts()
     except ImportError as error:
@@ -89,7 +89,7 @@ def core_parts() -> SimpleNamespace:
 
 def _run_coordinator(policy: str, pipe_connection: Connection, **arguments: Any) -> None:
     """Run core's coordinator in this process, which ends with the one that started it. The pipe
-    gets its address, or why it is not there."""
+    gets its address, or why it did not start."""
     end_with_parent()
     core = coordinator_parts()
     try:
@@ -105,14 +105,14 @@ def _run_coordinator(policy: str, pipe_connection: Connection, **arguments: Any)
 
 
 def _is_new(core: SimpleNamespace) -> bool:
-    """Whether core is 0.20, whose answers come in parts and have the uid of their request."""
+    """Return whether core is 0.20, whose answers come in parts and have their request's uid."""
     return hasattr(core.Headers, "ENGINE_REPLY_PARTIAL")
 
 
 def _coordinator_class(core: SimpleNamespace) -> type:
-    """core's coordinator, which notices that an engine has ended when it next sends something to
-    it, and forgets what the engine had to answer. This one looks every second, gives the engine's
-    requests to other engines, and answers them with the engine's error where there is none."""
+    """Return a class of core's coordinator, which notices the end of an engine only when it sends
+    something to it, and forgets its requests. This class checks every second, gives the requests
+    to other engines, and answers them with the engine's error if there are none."""
     headers, pack = core.Headers, core.msgpack.packb
 
     class Coordinator(core.DataParallelInferenceCoordinator):
@@ -172,7 +172,7 @@ def _coordinator_class(core: SimpleNamespace) -> type:
             return False
 
         def _fail(self, client: bytes, number: int) -> None:
-            """Answer a request, by the client's number of it."""
+            """Answer a request with the engine's error. `number` is the client's."""
             record = DynamicInferenceRequestRecord.of_error(number, RankFailedError(self._why))
             reply = [headers.ENGINE_REPLY.value, number, _plain(record, _is_new(core))]
             self.router_socket.send_multipart([client, pack(reply, use_bin_type=True)])
@@ -181,8 +181,8 @@ def _coordinator_class(core: SimpleNamespace) -> type:
 
 
 class _Looking:
-    """A socket of core's, whose `recv_multipart` calls `look` every second. timed_out: what a
-    receive raises that has waited so long."""
+    """A socket of core's, whose `recv_multipart` calls `look` every second. `timed_out` is the
+    error of a receive that has waited so long."""
 
     def __init__(self, socket: Any, look: Callable[[], None], timed_out: type[Exception]):
         self._socket, self._look, self._timed_out = socket, look, timed_out
@@ -201,15 +201,14 @@ class _Looking:
 
 
 class Coordination:
-    """Runs one engine as a coordinator tells.
+    """Runs one engine by the messages of a coordinator.
 
     Args:
-        engine: a DynamicInferenceEngine of this package, which imports this module. Of a model over
-            several ranks each has one; the first one speaks with the coordinator, and leads the
-            others.
+        engine: a DynamicInferenceEngine of this package, which imports this module. Each rank of a
+            model has one; the first one speaks with the coordinator, and leads the others.
 
     Raises:
-        CoordinatorError: see there.
+        CoordinatorError: this megatron-core has no such coordinator.
         ValueError: the engine has no tokenizer, which the coordinator needs.
     """
 
@@ -240,8 +239,8 @@ class Coordination:
         hostname: str | None,
         schedule_output_path: str | None,
     ) -> str:
-        """Start the coordinator on the first rank of all, if it is not there yet, and join it on
-        all ranks. Returns its address."""
+        """Start the coordinator on the first rank of all if `launches`, and join it on all ranks.
+        Return its address."""
         ours, ranks = self._engine.engine, self._engine.engine.ranks
         replica, replicas = ours.replica
         is_local = is_one_machine() or not dist.is_initialized() or dist.get_world_size() == 1
@@ -275,7 +274,7 @@ class Coordination:
     async def _launch(
         self, port: int | None, host: str, schedule_output_path: str | None
     ) -> tuple[str, Callable[[], bool]]:
-        """Start core's process. Returns its address, and whether it takes requests."""
+        """Start core's process. Return its address, and a check whether it takes requests."""
         context = multiprocessing.get_context("spawn")
         pipe, other = context.Pipe()
         ready = context.Event()
@@ -344,8 +343,8 @@ class Coordination:
         """Wait until the engine is in one of the states that last.
 
         Raises:
-            ValueError: it is another one.
-            RuntimeError: this rank follows the first one of its model, which alone knows.
+            ValueError: the state is another one.
+            RuntimeError: this rank follows another one, which knows, or the engine has stopped.
         """
         if state not in self._reached:
             stable = ", ".join(each.name for each in self._reached)
@@ -393,7 +392,7 @@ class Coordination:
         self._reached[state].set()
 
     async def _meet(self) -> None:
-        """Wait for all replicas to come here."""
+        """Wait until all replicas come here."""
         if self._barrier is None:
             return
         met = asyncio.ensure_future(self._barrier.all_reduce_max(1))
@@ -432,7 +431,7 @@ class Coordination:
             self._close()
 
     def _check(self) -> None:
-        """Raise RankFailedError if a rank of this replica has failed, or the coordinator ended."""
+        """Raise RankFailedError if a rank of this replica failed, or the coordinator ended."""
         if (failure := self._engine.engine.rank_failure) is not None:
             raise RankFailedError(failure)
         if self._monitor.poll(0):
@@ -472,8 +471,8 @@ class Coordination:
     def _submit(
         self, name: str, request_id: int, prompt: Any, params: Any, media: Any = None, *more: Any
     ) -> None:
-        """Take a request; one that cannot be served is answered with its error. The fields are
-        those of core's newest message; older ones have fewer."""
+        """Take a request, or answer it with an error if it cannot be served. The fields are those
+        of core's newest message; older ones have fewer."""
         try:
             if name != "SUBMIT_REQUEST":
                 raise ValueError(f"{name} is not supported: prefill and decode run in one engine")
@@ -491,7 +490,7 @@ class Coordination:
             self._streamed[request_id] = 0  # log-probabilities come with the end
 
     def _send_parts(self) -> None:
-        """Send the new tokens of streamed requests, but those that a stop word may cut."""
+        """Send the new tokens of streamed requests, except those that a stop word may cut off."""
         parts = []
         for request_id, num_sent in list(self._streamed.items()):
             if (entry := self._engine.requests.get(request_id)) is None:
@@ -546,7 +545,7 @@ class Coordination:
 
 
 def _plain(record: DynamicInferenceRequestRecord, has_uid: bool) -> dict[str, Any]:
-    """A record as core's client reads it. has_uid: whether requests of this core have one."""
+    """Return a record for core's client. `has_uid` says whether requests of this core have one."""
     data = record.merge().serialize()
     if not has_uid:
         del data["uid"]

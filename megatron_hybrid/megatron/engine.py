@@ -60,7 +60,7 @@ class RequestEntry:
 
 
 def _settle(future: asyncio.Future, action: Callable[[], object]) -> None:
-    """Complete a future by an action, in the thread of its event loop if that runs."""
+    """Run an action that completes a future, in the thread of its event loop if that runs."""
 
     def act() -> None:
         if not future.done():
@@ -80,7 +80,7 @@ def _settle(future: asyncio.Future, action: Callable[[], object]) -> None:
 
 
 def _check_prompt(prompt: Any) -> None:
-    """Raise TypeError for what is neither text nor token ids."""
+    """Raise TypeError unless a prompt is text or token ids."""
     is_ids = isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray))
     if not (isinstance(prompt, Tensor) or is_ids):
         raise TypeError(
@@ -93,7 +93,7 @@ _MEDIA = ("imgs", "num_tiles", "num_img_embeddings_per_tile", "imgs_sizes", "mul
 
 
 def refuse_media(given: dict[str, Any]) -> None:
-    """Raise ValueError for what is not None or 0, TypeError for a name that Megatron has not."""
+    """Raise ValueError for a value but None and 0, TypeError for a name unknown to Megatron."""
     for name, value in given.items():
         if name not in _MEDIA:
             raise TypeError(f"add_request() got an unexpected keyword argument {name!r}")
@@ -102,7 +102,7 @@ def refuse_media(given: dict[str, Any]) -> None:
 
 
 def _by_text(rows: list[dict[int, float]], tokenizer: Any) -> list[dict[str, float]]:
-    """Tokens by their text, as in Megatron; of equal texts the most likely."""
+    """Return log-probabilities by text, as in Megatron; for equal texts the largest."""
     if tokenizer is None:
         raise ValueError("top_n_logprobs are by text, and this engine has no tokenizer")
     named = []
@@ -117,12 +117,12 @@ def _by_text(rows: list[dict[int, float]], tokenizer: Any) -> list[dict[str, flo
 class DynamicInferenceEngine:
     """Megatron's engine, over ours, which is its `engine`.
 
-    Requests have the caller's ids. A request that cannot be served does not raise: it is FAILED in
-    the records of the next step. One thread at a time may call it.
+    Requests have the caller's ids. A request that cannot be served raises no error: it is FAILED in
+    the records of the next step. One thread at a time may call the engine.
 
     Args:
-        controller: with model and tokenizer.
-        context: from which the controller's wrapper was made.
+        controller: has model and tokenizer.
+        context: the one from which the controller's wrapper was made.
 
     Raises:
         TypeError, ValueError: the model cannot be served with this config; the message says why.
@@ -130,7 +130,7 @@ class DynamicInferenceEngine:
     """
 
     use_coordinator = False
-    """Whether a coordinator tells it what to do."""
+    """Whether a coordinator directs the engine."""
     capture_stats = None
 
     def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext):
@@ -153,12 +153,12 @@ class DynamicInferenceEngine:
         self._state_events = {state: asyncio.Event() for state in STABLE}
         self._state_events[self.state].set()
         self.local_metadata_ledger_enabled = False
-        """Whether what a coordinator got an answer of is kept in the ledger."""
+        """Whether the ledger keeps records of the requests whose answers a coordinator got."""
         self.local_metadata_ledger: dict[str, FinishedRequestRecord] = {}
         self.request_counter = itertools.count()
         self.requests: dict[int, RequestEntry] = {}
         self.decode_only = SimpleNamespace(launched=None, consumed=None)
-        """Whether the last step computed decodes only; None: there was no step."""
+        """Whether the last step computed only decodes; None before the first step."""
         self._ids: dict[int, int] = {}  # of our engine -> of the caller
         self._waiting: dict[int, RequestEntry] = {}  # not yet admitted, by the caller's id
         self._finished: list[DynamicInferenceRequestRecord] = []  # not yet returned
@@ -177,7 +177,7 @@ class DynamicInferenceEngine:
         precomputed_block_hashes: Sequence[int] | None = None,
         **media: Any,
     ) -> asyncio.Future[DynamicInferenceRequestRecord]:
-        """Queue a request. The future has its record, the same one as `step_modern`'s.
+        """Queue a request. Return the future of its record, which is the one of `step_modern`.
 
         Args:
             request_id: the caller's; unique among unfinished requests.
@@ -188,10 +188,10 @@ class DynamicInferenceEngine:
             media: Megatron's `imgs`, `multi_modal_data` and so on, None or 0.
 
         Raises:
-            ValueError: an unfinished request has this id, there are images, or a parameter has a
-                value that it never has.
+            ValueError: an unfinished request has this id, there are images, or a parameter has an
+                illegal value.
             AssertionError: both numbers of tokens are given, as in Megatron.
-            TypeError: the prompt is of another type. Nothing has changed in all cases.
+            TypeError: the prompt is of another type. After these errors nothing has changed.
         """
         refuse_media(media)
         check_field("request_id", request_id, RequestId)
@@ -249,11 +249,11 @@ class DynamicInferenceEngine:
         return self.engine.request_builder.tokens_of(prompt, EngineParams())
 
     def _clamp(self, request: DynamicInferenceRequest) -> None:
-        """Set `num_tokens_to_generate`: the rest of the context if none is given, and no more.
+        """Set `num_tokens_to_generate` to the rest of the context, or to the given number if that
+        is less.
 
         Raises:
-            MaxSequenceLengthOverflowError: it is negative, or the prompt is longer than the
-                context.
+            MaxSequenceLengthOverflowError: it is negative, or the prompt exceeds the context.
         """
         params, limit = request.sampling_params, self.context.max_sequence_length
         left = limit - request.prompt_length
@@ -282,7 +282,7 @@ class DynamicInferenceEngine:
         params.num_tokens_to_generate = min(asked, left)
 
     def _check_room(self, request: DynamicInferenceRequest) -> None:
-        """Raises BlockOverflowError for a request that does not fit in the empty pool."""
+        """Raise BlockOverflowError for a request that does not fit into the empty pool."""
         total = request.prompt_length + request.sampling_params.num_tokens_to_generate
         config = self.engine.config
         if not self.engine.cache.longest_forward(total, config.max_tokens):
@@ -311,7 +311,7 @@ class DynamicInferenceEngine:
         _settle(future, lambda: future.set_result(record))
 
     def get_request(self, request_id: int) -> DynamicInferenceRequest:
-        """An unfinished request, with its tokens so far.
+        """Return an unfinished request, with its tokens so far.
 
         Raises:
             KeyError: there is no such unfinished request.
@@ -334,11 +334,11 @@ class DynamicInferenceEngine:
         """Run one step.
 
         Returns:
-            "active_request_ids": of admitted, unfinished requests; "finished_request_records": with
-            the failed ones; "finished_requests": the same, merged, as in Megatron-LM's main;
-            "step_time": seconds; "cuda_graph_request_count": None.
+            "active_request_ids": ids of admitted, unfinished requests; "finished_request_records":
+            records, including failed ones; "finished_requests": the same, merged, as in
+            Megatron-LM's main; "step_time": seconds; "cuda_graph_request_count": None.
 
-        If a step raises, the next one returns what was finished by then.
+        If a step raises, the next one returns the requests that were finished by then.
 
         Raises:
             EngineSuspendedError: after `suspend`; nothing has changed.
@@ -374,12 +374,12 @@ class DynamicInferenceEngine:
         }
 
     async def async_step(self) -> dict[str, Any]:
-        """`step_modern` for a coroutine; the event loop waits for it."""
+        """Run `step_modern` for a coroutine. The event loop waits for it."""
         return self.step_modern()
 
     def serve_step(self) -> list[DynamicInferenceRequestRecord]:
-        """Run one step, for a loop that goes on: requests that the step fails with get its error.
-        Returns the finished records.
+        """Run one step of a loop that survives errors: requests that make the step fail get its
+        error. Return the finished records.
 
         Raises:
             RankFailedError: another rank of the model has failed.
@@ -398,7 +398,7 @@ class DynamicInferenceEngine:
 
     async def run_engine(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Step whenever there are requests, for futures that this event loop awaits, until the task
-        is cancelled. loop: this one, or None."""
+        is cancelled. `loop` is this loop, or None."""
         while True:
             if self.has_unfinished_requests() and not self.is_suspended:
                 self.serve_step()
@@ -413,7 +413,7 @@ class DynamicInferenceEngine:
     def step_legacy(
         self, sampling_params: SamplingParams | None = None
     ) -> tuple[list[DynamicInferenceRequest], list[DynamicInferenceRequest], float]:
-        """The step of older scripts: (active requests, finished requests, seconds)."""
+        """Run the step of older scripts: (active requests, finished requests, seconds)."""
         result = self.step_modern()
         active = [self.get_request(request_id) for request_id in result["active_request_ids"]]
         return active, result["finished_requests"], result["step_time"]
@@ -425,8 +425,8 @@ class DynamicInferenceEngine:
         prompts: Sequence[str | Sequence[int] | Tensor],
         sampling_params: SamplingParams | None = None,
     ) -> list[DynamicInferenceRequestRecord]:
-        """Answer prompts. Requests queued before are run, too; all records come by request id,
-        which ascend here in the order of the prompts.
+        """Answer prompts, and requests queued before. Return all records by ascending request id,
+        in which those of the prompts have the order of the prompts.
 
         Raises:
             TypeError: a prompt is of another type; nothing has changed.
@@ -445,7 +445,7 @@ class DynamicInferenceEngine:
         return sorted(records, key=lambda record: record.request_id)
 
     def abort_request(self, request_id: int) -> None:
-        """Drop an unfinished request; its computed tokens stay cached. It has no record.
+        """Drop an unfinished request, which gets no record; its computed tokens stay cached.
 
         Raises:
             KeyError: there is no such unfinished request.
@@ -464,7 +464,7 @@ class DynamicInferenceEngine:
         self._end(entry.record, entry.future)
 
     def _take_out(self, request_id: int) -> RequestEntry:
-        """Cancel an unfinished request. Raises KeyError if there is none."""
+        """Cancel an unfinished request, and return its entry. Raise KeyError if there is none."""
         entry = self._unfinished(request_id)
         self.engine.cancel(entry.handle)
         del self.requests[request_id], self._ids[entry.handle.request_id]
@@ -472,7 +472,7 @@ class DynamicInferenceEngine:
         return entry
 
     def take_finished(self) -> list[DynamicInferenceRequestRecord]:
-        """The records that the next step would return without a step."""
+        """Take the records of finished requests that no step has returned."""
         finished, self._finished = self._finished, []
         return finished
 
@@ -533,7 +533,7 @@ class DynamicInferenceEngine:
             self._end(entry.record, entry.future)
 
     def _write_text(self, request: DynamicInferenceRequest, handle: Request) -> None:
-        """Set the texts; cut the tokens of a stop word, unless they are wanted."""
+        """Set the texts, and cut off the tokens of a stop word, unless they are wanted."""
         if self.controller.tokenizer is None:
             return
         params, tokens = request.sampling_params, request.generated_tokens
@@ -555,8 +555,8 @@ class DynamicInferenceEngine:
         return controller.detokenize(controller.tokenizer, tokens, remove_EOD=False)
 
     def _cut(self, tokens: list[int], text: str) -> None:
-        """Shorten tokens to those of `text`, with which their own begins. A token that also holds
-        what follows stays."""
+        """Shorten tokens to those of `text`, with which their own text begins. A token that reaches
+        beyond its end stays."""
         for count in range(len(tokens), -1, -1):
             part = self._text(tokens[:count])
             if part == text:
@@ -579,7 +579,7 @@ class DynamicInferenceEngine:
             request.generated_top_n_logprobs = _by_text(result.top_n_logprobs[:count], tokenizer)
 
     def _write_epochs(self, request: DynamicInferenceRequest, result: GenerationResult) -> None:
-        """Megatron marks the token whose forward pass was the first with the new weights."""
+        """Set the epochs: each begins at the token whose forward pass had the new weights first."""
         epochs = [
             (self._generation_epoch(epoch), start)
             for epoch, start in result.epochs or [(self.engine.epoch, 0)]
@@ -592,19 +592,19 @@ class DynamicInferenceEngine:
         request.kv_cache_epoch = [(0, epochs[-1][0])]
 
     def begin_generation_epoch(self, number: int) -> None:
-        """Say that the weights are new, and give their epoch a number of the caller's."""
+        """Update the engine to new weights, and give their epoch a number of the caller's."""
         if number != self._generation_epoch(self.engine.epoch):
             self.engine.update_weights()
             self._generation_epochs[self.engine.epoch] = number
 
     def _generation_epoch(self, epoch: int) -> int:
-        """The caller's number of an epoch of our engine: the last one given by then, if any."""
+        """Return the caller's last number by an epoch of our engine, or the epoch itself."""
         given = [each for each in self._generation_epochs if each <= epoch]
         return self._generation_epochs[max(given)] if given else epoch
 
     def _save_last_states(self) -> None:
-        """Nobody may call another step: let the answered requests save their last states now. The
-        answers do not depend on it."""
+        """Let the answered requests save their last states now, as no step may follow. Answers do
+        not depend on it."""
         try:
             while self.engine.has_work:
                 self.engine.step()
@@ -614,7 +614,7 @@ class DynamicInferenceEngine:
     # The engine as a whole -----------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Drop all requests and all that is cached, and start the counters anew."""
+        """Drop all requests and the whole cache, and start the counters anew."""
         self.resume()
         for request_id in list(self.requests):
             self.abort_request(request_id)
@@ -629,8 +629,8 @@ class DynamicInferenceEngine:
 
     def suspend(self) -> None:
         """Refuse steps until `resume`. By `kv_cache_management_mode` the cache stays, waits in host
-        memory, or is dropped; in the last two cases its device memory is given back. No effect on a
-        suspended engine.
+        memory, or is dropped; in the last two cases its device memory is given back. This has no
+        effect on a suspended engine.
 
         Raises:
             MemoryError: host memory has no room; nothing has changed.
@@ -643,7 +643,7 @@ class DynamicInferenceEngine:
         self.state = EngineState.SUSPENDED
 
     def resume(self) -> None:
-        """End a suspension. No effect on an engine that is not suspended.
+        """End a suspension. This has no effect on an engine that is not suspended.
 
         Raises:
             MemoryError: the device has no room; the engine stays suspended.
@@ -671,13 +671,13 @@ class DynamicInferenceEngine:
         of all data-parallel replicas call it.
 
         Args:
-            inference_coordinator_port: of the coordinator; None: any.
+            inference_coordinator_port: that of the coordinator; None takes any.
             launch_inference_coordinator: let the first rank of all start the coordinator, a process
-                of core's; else it is there, at this port.
-            hostname: of the coordinator; default 127.0.0.1 if the launcher says that all ranks are
-                on this machine, else this machine's name.
-            coordinator_schedule_output_path: of a file for the coordinator's decisions.
-            loop: this one, or None.
+                of core's; otherwise it must run already, at this port.
+            hostname: that of the coordinator; default 127.0.0.1 if the launcher says that all ranks
+                are on this machine, else this machine's name.
+            coordinator_schedule_output_path: a file for the coordinator's decisions.
+            loop: this loop, or None.
 
         Returns:
             The coordinator's address, for `InferenceClient`.
@@ -685,7 +685,7 @@ class DynamicInferenceEngine:
         Raises:
             CoordinatorError: this megatron-core has no such coordinator.
             ValueError: there is no tokenizer.
-            RuntimeError: the coordinator has ended, or the engine has one.
+            RuntimeError: the coordinator has ended, or the engine has one already.
         """
         name = "start_listening_to_data_parallel_coordinator()"
         if self._coordination is not None:
@@ -709,8 +709,8 @@ class DynamicInferenceEngine:
         """Wait until a coordinator's client has brought the engine into a state.
 
         Raises:
-            ValueError: it is one that does not last.
-            RuntimeError: no coordinator was joined.
+            ValueError: the state does not last.
+            RuntimeError: the engine has joined no coordinator.
         """
         await self._coordinated("wait_until()").wait_until(state)
 

@@ -8,7 +8,7 @@ from megatron_hybrid.utils.validation import check_field
 
 
 def require(value: object, kind: type, name: str, *fields: str) -> None:
-    """Raise TypeError unless an argument is of this package's class, or has these fields, as
+    """Raise TypeError unless an argument is of this package's class, or has these fields, as one of
     megatron-core's own has."""
     if not (isinstance(value, kind) or (fields and all(hasattr(value, each) for each in fields))):
         raise TypeError(
@@ -19,7 +19,7 @@ def require(value: object, kind: type, name: str, *fields: str) -> None:
 
 
 def reads_data(deserialize: Callable) -> Callable:
-    """Let a method that reads plain data raise a ValueError that names what is wrong with it."""
+    """Make a method that reads plain data raise a ValueError that says what is wrong with it."""
 
     @wraps(deserialize)
     def read(*arguments: Any) -> Any:
@@ -39,9 +39,9 @@ class ContextOverflowError(Exception):
     """A request does not fit.
 
     Args:
-        request_id: the caller's; None: of no request.
-        message: why, and what helps.
-        is_transient: whether it may fit later.
+        request_id: the caller's; None if the error is of no request.
+        message: the reason and the remedy.
+        is_transient: whether the request may fit later.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ContextErrorFactory:
 
     @staticmethod
     def serialize(error: ContextOverflowError) -> dict[str, Any]:
-        """Plain data of an error."""
+        """Return an error as plain data."""
         return {
             "type": type(error).__name__,
             "request_id": error.request_id,
@@ -110,10 +110,10 @@ class ContextErrorFactory:
     @staticmethod
     @reads_data
     def deserialize(data: dict[str, Any]) -> ContextOverflowError:
-        """Inverse of `serialize`.
+        """Make an error from the data of `serialize`.
 
         Raises:
-            ValueError: data of another error.
+            ValueError: the data is of another error.
         """
         kind = _KINDS.get(data["type"])
         if kind is None:

@@ -50,7 +50,7 @@ class ServeConfig:
 
 
 class InferenceClient:
-    """Makes core's InferenceClient, with the same arguments.
+    """A name that makes core's InferenceClient, with the same arguments.
 
     Raises:
         CoordinatorError: this megatron-core has no such coordinator.
@@ -70,10 +70,10 @@ def _build_engine(
 
 
 def _to_tokenizer(given: Any) -> Tokenizer:
-    """Return ours, for one of `load_pretrained` or of Hugging Face, also in Megatron's classes.
+    """Return our Tokenizer for one of `load_pretrained` or Hugging Face, or Megatron's around it.
 
     Raises:
-        ValueError: it is another one.
+        ValueError: it is another tokenizer.
     """
     inner = given
     while not (isinstance(inner, Tokenizer) or hasattr(inner, "save_pretrained")):
@@ -93,7 +93,7 @@ def _to_tokenizer(given: Any) -> Tokenizer:
 
 
 def _as_list(prompts: Prompts) -> tuple[list[str] | list[list[int]], bool]:
-    """The prompts, and whether they were several.
+    """Return the prompts as a list, and whether they were a list of prompts before.
 
     Raises:
         TypeError: they are of another type.
@@ -113,11 +113,11 @@ def _as_list(prompts: Prompts) -> tuple[list[str] | list[list[int]], bool]:
 
 
 class _Replica:
-    """One engine in a thread of its own, in place of a coordinator's replicas. Of a model over
-    several ranks the first one leads, and the threads of the others follow it until it shuts down.
+    """One engine in a thread of its own, in place of a coordinator's replicas. If a model is over
+    several ranks, the first one leads, and the threads of the others follow it until it shuts down.
 
     Args:
-        model, tokenizer, config: of the engine.
+        model, tokenizer, config: those of the engine.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, config: InferenceConfig | None):
@@ -151,7 +151,7 @@ class _Replica:
     def add(
         self, prompts: Sequence[str | list[int]], params: SamplingParams
     ) -> list[tuple[int, Future[DynamicInferenceRequest]]]:
-        """Queue prompts. Returns id and future of each."""
+        """Queue prompts. Return the id and the future of each."""
         added = []
         for prompt in prompts:
             request_id = next(self.engine.request_counter)
@@ -163,7 +163,7 @@ class _Replica:
         return added
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        """Drop those of these requests that are unfinished."""
+        """Drop the unfinished ones among these requests."""
         for request_id in request_ids:
             known = self._futures.pop(request_id, None) is not None
             if known and request_id in self.engine.requests:  # else it has failed
@@ -204,7 +204,7 @@ class _Replica:
                 if entry.handle in failed and request_id in self._futures:
                     self._futures[request_id].set_exception(error)
                     self.abort([request_id])
-            if not self._futures:  # no one to tell of a second error: no step before the next job
+            if not self._futures:  # no one waits for a second error: no step before the next job
                 return
         self._go_on()
 
@@ -228,7 +228,7 @@ class _Replica:
         self.is_over.set()
 
     def shutdown(self) -> Future[None]:
-        """End the thread after the running step; where it follows, when the first rank has shut
+        """End the thread after the running step, or on other ranks once the first one has shut
         down."""
         return self._thread.end(self._shut)
 
@@ -238,8 +238,8 @@ class _Replicas:
     `_Replica`. Each rank's engine has a thread of its own; the first rank of all takes requests.
 
     Args:
-        model, tokenizer, config: of the engine.
-        host, port: of the coordinator; None: any.
+        model, tokenizer, config: those of the engine.
+        host, port: those of the coordinator; None takes any.
 
     Raises:
         CoordinatorError: this megatron-core has no such coordinator.
@@ -306,7 +306,7 @@ class _Replicas:
     def add(
         self, prompts: Sequence[str | list[int]], params: SamplingParams
     ) -> list[tuple[asyncio.Future, Future[DynamicInferenceRequest]]]:
-        """Give prompts to the coordinator. Returns the client's future and ours of each."""
+        """Give prompts to the coordinator. Return the client's future and ours for each."""
         added = []
         for prompt in prompts:
             answer, future = self._client.add_request(prompt, params), Future()
@@ -316,14 +316,14 @@ class _Replicas:
         return added
 
     def abort(self, answers: Sequence[asyncio.Future]) -> None:
-        """Nobody waits for these any more. They run to their end: a client cannot end them."""
+        """Cancel these futures. The requests run to their end, as a client cannot end them."""
         for answer in answers:
             answer.cancel()
 
     # States --------------------------------------------------------------------------------------
 
     def change(self, state: EngineState) -> Future[None]:
-        """Pause, unpause, suspend or resume all replicas; on other ranks, wait for it."""
+        """Pause, unpause, suspend or resume all replicas; on other ranks, wait for that."""
         return self._in_loop(self._change(state))
 
     async def _change(self, state: EngineState) -> None:
@@ -339,7 +339,7 @@ class _Replicas:
         await self.engine.wait_until(state)
 
     def shutdown(self) -> Future[None]:
-        """Stop all replicas, the coordinator and the thread; on other ranks, wait for it."""
+        """Stop all replicas, the coordinator and the thread; on other ranks, wait for that."""
         with self._lock:
             if self._ending is None:
                 self._ending = self._in_loop(self._stop())
@@ -362,7 +362,7 @@ class _Replicas:
 
 
 def _abandon(replica: _Replica | _Replicas, adding: Future[list[tuple[Any, Future]]]) -> None:
-    """Drop what an `add` has added or will add: nobody waits for it any more."""
+    """Drop the requests that an `add` has added, since no one waits for them any more."""
     if adding.cancelled() or adding.exception() is not None:
         return
     with suppress(RuntimeError):  # it was shut down
@@ -379,10 +379,10 @@ def _settle_answer(future: Future[DynamicInferenceRequest], answer: asyncio.Futu
 class _LLM:
     """The base class of both.
 
-    With `use_coordinator` the engine has a thread of its own. Of one replica there is no
-    coordinator process: all ranks of the model make it; the first one then takes requests and
-    changes of state, and the others only `shutdown` and `wait_for_shutdown`, which wait for the
-    first one. Several data-parallel replicas are under megatron-core's coordinator.
+    With `use_coordinator` the engine has a thread of its own. A single replica has no coordinator
+    process: all ranks of the model make this object; the first one then takes requests and changes
+    of state, and the others only `shutdown` and `wait_for_shutdown`, which wait for the first one.
+    Several data-parallel replicas are under megatron-core's coordinator.
     """
 
     def __init__(
@@ -428,7 +428,7 @@ class _LLM:
 
     @property
     def is_primary_rank(self) -> bool:
-        """True where this rank takes requests."""
+        """Whether this rank takes requests."""
         return self._replica is None or self._replica.is_primary
 
     def _require_primary(self, name: str) -> None:
@@ -446,7 +446,7 @@ class _LLM:
         return self._replica.change(state)
 
     def _server(self, serve_config: ServeConfig) -> Callable[[EndSignal], Coroutine]:
-        """Return the server for `serve`, which has bound its address.
+        """Bind the address of `serve`, and return its server.
 
         Raises:
             ValueError, RuntimeError, OSError: see `serve`.
@@ -485,14 +485,14 @@ class MegatronLLM(_LLM):
 
     Args:
         model: a HybridModel, or a model that Megatron built, wrapped or bare.
-        tokenizer: with `tokenize`, `detokenize` and `eod`.
+        tokenizer: has `tokenize`, `detokenize` and `eod`.
         inference_config: default `InferenceConfig()`.
         use_coordinator: run the engine in a thread, with `pause`, `suspend` and so on; the first
-            rank of all makes all calls, and prompts are spread over data-parallel replicas by
-            megatron-core's coordinator. False: in the caller's thread, and all ranks make the same
-            calls.
-        coordinator_host, coordinator_port: of the coordinator of several data-parallel replicas;
-            of one they have no effect, with a warning.
+            rank of all makes all calls, and megatron-core's coordinator spreads prompts over
+            data-parallel replicas. With False it runs in the caller's thread, and all ranks make
+            the same calls.
+        coordinator_host, coordinator_port: those of the coordinator of several data-parallel
+            replicas; for a single one they have no effect, and a warning says so.
         inference_wrapper_cls: None, or GPTInferenceWrapper.
 
     Raises:
@@ -508,11 +508,11 @@ class MegatronLLM(_LLM):
         sampling_params: SamplingParams | None = None,
         multi_modal_data: None = None,
     ) -> list[DynamicInferenceRequest]:
-        """Answer one prompt or several; a list in their order.
+        """Answer one prompt or several. Return a list in their order.
 
         Raises:
             TypeError: the prompts are of another type.
-            ValueError: there is `multi_modal_data`.
+            ValueError: `multi_modal_data` is given.
             RuntimeError: the engine is paused, suspended or shut down, or this is not the primary
                 rank.
         """
@@ -583,7 +583,7 @@ class MegatronLLM(_LLM):
 class MegatronAsyncLLM(_LLM):
     """MegatronLLM for asyncio; `async with` ends in `shutdown()`.
 
-    Arguments as for `MegatronLLM`, with `use_coordinator=True` only.
+    `MegatronLLM` describes the arguments; `use_coordinator` must be True.
     """
 
     def __init__(self, *, use_coordinator: bool = True, **arguments: Any):
@@ -602,7 +602,7 @@ class MegatronAsyncLLM(_LLM):
 
         Raises:
             TypeError: the prompts are of another type.
-            ValueError: there is `multi_modal_data`.
+            ValueError: `multi_modal_data` is given.
             RuntimeError: the engine was shut down, or this is not the primary rank.
         """
         refuse_media({"multi_modal_data": multi_modal_data})
@@ -640,13 +640,13 @@ class MegatronAsyncLLM(_LLM):
         this one, until a signal or `shutdown`.
 
         Args:
-            serve_config: `host` and `port`, or `sock`, are used.
-            blocking: return when the server has ended; else, when it is about to listen.
+            serve_config: its `host` and `port`, or its `sock`, are used.
+            blocking: return when the server has ended, otherwise when it is about to listen.
 
         Raises:
             ValueError: the tokenizer is neither one of `load_pretrained` nor of Hugging Face, the
                 model is split over ranks or has replicas, or the address cannot be used.
-            RuntimeError: requests are unanswered, or it was shut down.
+            RuntimeError: requests are unanswered, or the engine was shut down.
             OSError: the address is taken.
         """
         server = self._server(serve_config)
@@ -665,7 +665,7 @@ class MegatronAsyncLLM(_LLM):
         await asyncio.shield(asyncio.wrap_future(self._shut_down()))
 
     async def wait_for_shutdown(self) -> None:
-        """Wait until `shutdown` was called, on the primary rank."""
+        """Wait until `shutdown` was called on the primary rank."""
         self._replica.require_home()
         await asyncio.to_thread(self._replica.is_over.wait)
 

@@ -52,9 +52,9 @@ _ERRORS = (DynamicInferenceEventType.ERROR_TRANSIENT, DynamicInferenceEventType.
 class DynamicInferenceEvent:
     """One event of a request.
 
-    The payload is {"token_id": int} of a generated token, else None. Of an error it is the
-    exception; after `deserialize` it is one only where the request did not fit (`errors.py`), else
-    {"type": name of its class, "message": its text}.
+    The payload is {"token_id": int} for a generated token, the exception for an error, and None for
+    other events. After `deserialize` it is an exception only if the request did not fit
+    (`errors.py`), otherwise {"type": name of its class, "message": its text}.
     """
 
     timestamp: float = field(default_factory=time.time)
@@ -79,7 +79,7 @@ class DynamicInferenceEvent:
         return f"[{self.timestamp:.3f}] {self.type.name}{text}"
 
     def serialize(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the event as plain data."""
         payload = self.payload
         if isinstance(payload, ContextOverflowError):
             payload = ContextErrorFactory.serialize(payload)
@@ -90,7 +90,7 @@ class DynamicInferenceEvent:
     @classmethod
     @reads_data
     def deserialize(cls, data: dict[str, Any]) -> DynamicInferenceEvent:
-        """Inverse of `serialize`, but for exceptions that Megatron does not have."""
+        """Make an event from the data of `serialize`. Exceptions unknown to Megatron stay data."""
         payload = data["payload"]
         if isinstance(payload, dict) and "is_transient" in payload:
             payload = ContextErrorFactory.deserialize(payload)
@@ -112,7 +112,7 @@ class DynamicInferenceRequest:
     status: Status | None = None
     generated_text: str | None = None
     generated_tokens: list[int] = field(default_factory=list)
-    """Generated ids: with the token that ended the answer, without the tokens of a stop word."""
+    """Generated ids, with the token that ended the answer, without the tokens of a stop word."""
     generated_length: int | None = None
     prompt_log_probs: list[float] | None = None
     generated_log_probs: list[float] | None = None
@@ -130,16 +130,16 @@ class DynamicInferenceRequest:
     block_size_tokens: int | None = None
     enable_prefix_caching: bool = False
     routing_indices: Any = None
-    """Routing is not tracked: None."""
+    """Always None, since routing is not tracked."""
     policy_epoch: list[tuple[int, int]] | None = None
     """Epochs of an answered request: (index of a token, prompt included; epoch of the weights that
     drew the tokens after it, until the next entry)."""
     kv_cache_epoch: list[tuple[int, int]] | None = None
-    """The same for the KV under the tokens. It is computed anew for new weights, so there is one
+    """The same for the KV of the tokens. It is computed anew for new weights, so there is one
     entry."""
     uid: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
-    """The name of this request alone, over all engines and processes; a request id is the caller's,
-    and one engine may see it twice."""
+    """A name that is unique over all engines and processes; a request id is the caller's, and an
+    engine may see it twice."""
 
     def __str__(self) -> str:
         status = "[NOT ADDED]" if self.status is None else self.status.name
@@ -182,7 +182,7 @@ class DynamicInferenceRequest:
         return self.status is Status.FAILED
 
     def serialize(self) -> dict[str, Any]:
-        """Plain data. The prompt's tokens are in it with `return_prompt_tokens` only."""
+        """Return the request as plain data, with the prompt's tokens if `return_prompt_tokens`."""
         data = dict(self.__dict__)
         data["status"] = self.status and self.status.name
         data["sampling_params"] = self.sampling_params and self.sampling_params.serialize()
@@ -195,7 +195,7 @@ class DynamicInferenceRequest:
     @classmethod
     @reads_data
     def deserialize(cls, data: dict[str, Any]) -> DynamicInferenceRequest:
-        """Inverse of `serialize`, also of a reply of Megatron's coordinator."""
+        """Make a request from the data of `serialize`, or of a reply of Megatron's coordinator."""
         data = dict(data)
         data.pop("inference_parameters", None)
         data["status"] = data["status"] and Status[data["status"]]
@@ -214,8 +214,8 @@ _JOINED = ("tpot", "events", *(f"generated_{name}" for name in _OF_TOKENS))
 
 @dataclass(kw_only=True)
 class DynamicInferenceRequestRecord:
-    """A request in segments: Megatron's engine begins a new one where a preempted request goes on,
-    ours goes on in the first."""
+    """A request in segments. Megatron's engine begins a new one when a preempted request goes on;
+    ours continues the first."""
 
     requests: list[DynamicInferenceRequest] = field(default_factory=list)
     latency: float | None = None
@@ -245,7 +245,7 @@ class DynamicInferenceRequestRecord:
         return self.requests[0].request_id
 
     def merge(self, tokenizer: object = None) -> DynamicInferenceRequest:
-        """Return the whole request, with the record's latency. tokenizer: not used."""
+        """Return the whole request, with the record's latency. The tokenizer is not used."""
         merged = copy(self.requests[0])
         merged.latency = self.latency
         for each in self.requests[1:]:
@@ -271,7 +271,7 @@ class DynamicInferenceRequestRecord:
 
 @dataclass
 class FinishedRequestRecord:
-    """What trainers read of a finished request, and no answer over HTTP has."""
+    """The values of a finished request that trainers read, and that no answer over HTTP has."""
 
     policy_epoch: list[tuple[int, int]] | None
     kv_cache_epoch: list[tuple[int, int]] | None

@@ -49,10 +49,10 @@ class SamplingParams:
         self._check()
 
     def _check(self) -> None:
-        """Check the fields, and let those that follow from others follow.
+        """Check the fields, and set those that follow from others.
 
         Raises:
-            AssertionError, ValueError: a field has a value that it never has.
+            AssertionError, ValueError: a field has an illegal value.
         """
         if self.return_prompt_top_n_logprobs and self.skip_prompt_log_probs:
             raise AssertionError(
@@ -66,34 +66,34 @@ class SamplingParams:
 
     @classmethod
     def of(cls, params: Any) -> SamplingParams:
-        """Return a copy of parameters, ours or megatron-core's own; None: the defaults.
+        """Return a copy of parameters, ours or megatron-core's own, or for None the defaults.
 
         Raises:
-            TypeError: they are neither.
-            ValueError: as the constructor.
+            TypeError: they are of neither class.
+            ValueError: see the constructor.
         """
         params = cls() if params is None else params
         require(params, cls, "sampling_params", "top_k", "num_tokens_to_generate")
         return cls.deserialize(vars(params))
 
     def add_attributes(self, attribute_value_pair: dict[str, Any]) -> None:
-        """Set attributes, unknown ones too."""
+        """Set attributes, including unknown ones."""
         self.return_prompt_top_n_logprobs = False
         for name, value in attribute_value_pair.items():
             setattr(self, name, value)
         self.__post_init__()
 
     def serialize(self) -> dict[str, Any]:
-        """All attributes, as plain data."""
+        """Return all attributes as plain data."""
         return dict(self.__dict__)
 
     @classmethod
     @reads_data
     def deserialize(cls, data: dict[str, Any]) -> SamplingParams:
-        """Inverse of `serialize`; `return_prompt_top_n_logprobs` follows from the others.
+        """Make parameters from the data of `serialize`, but `return_prompt_top_n_logprobs` anew.
 
         Raises:
-            ValueError: as the constructor; or it is no mapping.
+            ValueError: see the constructor; or the data is no mapping.
         """
         params = cls()
         params.__dict__.update(data, return_prompt_top_n_logprobs=False)
@@ -105,14 +105,14 @@ WITHOUT_EFFECT = {
     "return_segments": "segments are those of Megatron's static engine",
     "streaming": "step_modern() shows the tokens of each step; see also AsyncEngine.stream",
 }
-"""Fields that are warned of where they are set, and why they do nothing."""
+"""Fields without effect, and why. Setting one gives a warning."""
 
 
 def engine_params(params: SamplingParams, num_tokens: int) -> EngineParams:
     """Translate a request's parameters; `num_tokens` is its number of tokens to generate.
 
-    The stop token is kept in the tokens, as in Megatron, with its log-probability; the door cuts
-    the text.
+    The stop token stays in the tokens, as in Megatron, with its log-probability;
+    `DynamicInferenceEngine` cuts the text.
 
     Raises:
         ValueError: a parameter has a value that is not supported.

@@ -34,14 +34,14 @@ MODULES = (
 
 
 def install() -> None:
-    """Replace the names, in this process. Call it before a script imports them."""
+    """Replace the names in this process. Call it before a script imports them."""
     for path in MODULES:
         vars(_module(path)).update({name: getattr(door, name) for name in door.__all__})
 
 
 def _module(path: str) -> ModuleType:
-    """The module of megatron-core, or an empty one where this release has none, or it cannot be
-    imported on this machine."""
+    """Import a module of megatron-core, or make an empty one if this release lacks it, or it cannot
+    be imported on this machine."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about GPU libraries that our names do not need

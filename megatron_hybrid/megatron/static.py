@@ -4,10 +4,10 @@ from typing import Any
 
 
 class StaticInferenceContext:
-    """Refused: memory of the static engine.
+    """The memory of the static engine, which is refused.
 
     Raises:
-        NotImplementedError: always; it says what to call.
+        NotImplementedError: always; the message says what to call.
     """
 
     def __init__(self, *_: Any, **__: Any):
@@ -20,5 +20,5 @@ class StaticInferenceContext:
 
 
 class StaticInferenceEngine(StaticInferenceContext):
-    """Refused: answers are those of `DynamicInferenceEngine.generate`, which begins requests as
-    others end."""
+    """The static engine, which is refused. `DynamicInferenceEngine.generate` gives the same
+    answers, and begins requests as others end."""
