@@ -266,7 +266,7 @@ class HybridWorker:
         Raises:
             DynamoException: the request cannot be served, or not to its end.
         """
-        # By a task of its own: Dynamo may leave this generator as it is, for good.
+        # In a task of its own, since Dynamo may abandon this generator.
         chunks: asyncio.Queue[Json | None] = asyncio.Queue()
         task = asyncio.create_task(self._answer(request, context, chunks.put_nowait))
         task.add_done_callback(lambda _: chunks.put_nowait(None))

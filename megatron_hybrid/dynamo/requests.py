@@ -95,15 +95,15 @@ def read_request(
     if limit is None:
         limit = body["max_tokens"] = max(1, room - len(prompt))
     if (least := body["min_tokens"]) is not None:
-        # A request that was moved here asks for the rest of its tokens, and still for all of these.
+        # A request that was moved here asks for the rest of its tokens, but for the same minimum.
         body["min_tokens"] = min(least, limit)
-        # The frontend looks for stop strings after these tokens alone, and the engine in all.
+        # The frontend looks for stop strings only after these tokens, the engine in all.
         del body["stop"]
     hidden = groups["stop_conditions"].get("stop_token_ids_hidden") or ()
     shown = frozenset(body["stop_token_ids"] or ())
     body["stop_token_ids"] = sorted({*shown, *hidden} - {*tokenizer.end_tokens} | shown)
     if isinstance(guided := body["structured_outputs"], Mapping):
-        # Dynamo names a library for guides; here there is one.
+        # Dynamo names a library for guides; here there is only one.
         body["structured_outputs"] = {
             name: _calls_alone(value) if name == "structural_tag" else value
             for name, value in guided.items()

@@ -360,7 +360,7 @@ def engine_config(config: InferenceConfig, model: HybridModel, model_config: Any
     states = _states_budget(config, spec, max_requests, max_tokens)
     skips = states or not spec.state_bytes
     mode = ("restore" if skips else "memory_only") if config.enable_prefix_caching else "off"
-    # Megatron's engines replay graphs where layers have core's own; the second name is older.
+    # Megatron's engines replay graphs if layers have core's own; the second name is older.
     has_graphs = getattr(model_config, "cuda_graph_impl", "none") == "local"
     has_graphs |= bool(getattr(model_config, "enable_cuda_graph", False))
     return EngineConfig(

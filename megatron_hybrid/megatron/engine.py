@@ -522,7 +522,7 @@ class DynamicInferenceEngine:
             self._write_text(request, entry.handle)
             self._write_scores(request, result)
             self._write_epochs(request, result)
-        except BaseException as error:  # of the tokenizer, also a panic of a native one
+        except BaseException as error:  # the tokenizer's, also a panic of a native one
             request.fail(error)
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise

@@ -63,7 +63,7 @@ class InferenceClient:
 def _build_engine(
     model: nn.Module, tokenizer: Any, config: InferenceConfig | None
 ) -> DynamicInferenceEngine:
-    model_config = getattr(unwrap(model), "config", None)  # the wrapper refuses what has none
+    model_config = getattr(unwrap(model), "config", None)  # the wrapper refuses a model without one
     context = DynamicInferenceContext(model_config, config or InferenceConfig())
     controller = TextGenerationController(GPTInferenceWrapper(model, context), tokenizer)
     return DynamicInferenceEngine(controller, context)
@@ -441,7 +441,7 @@ class _LLM:
     def _set_state(self, state: EngineState) -> Future[None]:
         if self._replica is None:
             raise RuntimeError("this method requires use_coordinator=True")
-        if isinstance(self._replica, _Replica):  # of several replicas, other ranks wait
+        if isinstance(self._replica, _Replica):  # with several replicas other ranks wait
             self._require_primary("pause(), unpause(), suspend() or resume")
         return self._replica.change(state)
 

@@ -23,7 +23,7 @@ MODULES = (
     f"{_CORE}.engines.static_engine",
     f"{_CORE}.model_inference_wrappers.gpt.gpt_inference_wrapper",
     f"{_CORE}.text_generation_controllers.text_generation_controller",
-    # Newer releases' own client speaks with their own coordinator.
+    # The client of newer releases speaks with their own coordinator.
     *(() if HAVE_COORDINATOR else (f"{_CORE}.inference_client",)),
     f"{_CORE}.apis",
     f"{_CORE}.apis.async_llm",

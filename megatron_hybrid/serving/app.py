@@ -80,12 +80,12 @@ def create_app(service: Service) -> FastAPI:
         title="megatron_hybrid",
         version=__version__,
         lifespan=lifespan,
-        docs_url=None,  # which loads scripts from elsewhere
+        docs_url=None,  # it would load scripts from elsewhere
         redoc_url=None,
     )
     app.state.budget = service.budget
     app.add_middleware(RequestMiddleware, service=service)
-    if config.cors_origins:  # outside of the door: what browsers ask before a request has no key
+    if config.cors_origins:  # outermost: a browser's request before the real one has no key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=config.cors_origins,
@@ -275,7 +275,7 @@ async def _answer(
         streams = service.streams(prompts, params, options)
         for stream in streams:
             await undo.enter_async_context(stream)
-        # What fails before the first token has a status of HTTP.
+        # An error before the first token has a status of HTTP.
         await cancel_on_disconnect(request.receive, service.wait_for_first_output(ticket, streams))
         return _EventStream(_events(service, ticket, answer, streams), undo.pop_all(), headers)
 

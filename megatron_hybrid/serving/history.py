@@ -33,7 +33,7 @@ class History:
 
     def __init__(self, engine: AsyncEngine):
         self._engine = engine
-        # One more than a plot has: growth is counted from the point before.
+        # One more than a plot has, as growth is counted from the point before.
         self._points: dict[int, deque[Point]] = {
             span: deque(maxlen=span // step + 1) for span, step in SPANS.items()
         }

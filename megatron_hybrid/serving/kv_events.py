@@ -23,7 +23,7 @@ from megatron_hybrid.offload.prefix_keys import RecentKeys
 Event = dict[str, Any]
 """Names and values of vLLM's classes, that of the class under "type"."""
 _MEDIUM = "GPU"  # vLLM's name of the pool, on whatever device that is
-_MOST_EVENTS = 1024  # of one `take`, about
+_MOST_EVENTS = 1024  # about, of one `take`
 
 
 class _Block:

@@ -60,8 +60,8 @@ class KvPublisher:
             """Address where it listens for replays, "" if it does not."""
             if replay_endpoint:
                 self._replay = self._context.socket(zmq.ROUTER)
-                # Beyond that, a router drops messages; up to half of it may be read, and not known
-                # to be.
+                # Beyond that, a router socket drops messages. Up to half of them may be read, which
+                # the socket learns late.
                 self._replay.set_hwm(4 * (KEPT_BATCHES + 1))
                 self._replay.maxmsgsize = _MOST_REQUEST_BYTES
                 name = "--kv-events-replay-endpoint"
@@ -119,7 +119,7 @@ class KvPublisher:
             self._publish(batch)
 
     def _publish(self, batch: list[Event]) -> None:
-        # Salts may have what is no Unicode, such as half of a surrogate pair.
+        # Salts may hold invalid Unicode, such as half of a surrogate pair.
         payload = msgpack.packb([time.time(), batch, 0], unicode_errors="backslashreplace")
         number = self._next.to_bytes(8, "big")
         self._next += 1

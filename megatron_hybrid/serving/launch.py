@@ -89,7 +89,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
     """
     server = socket.create_server((_HOST, 0))
     port = server.getsockname()[1]
-    # The ranks' store is here: so nobody else takes its port before rank 0 would.
+    # The ranks' store is here, so that nobody takes its port before rank 0 would.
     store = dist.TCPStore(
         _HOST,
         port,

@@ -106,7 +106,7 @@ class RequestMiddleware:
         if scope["method"] == "HEAD":  # as GET: the server leaves out the body
             scope = {**scope, "method": "GET"}
         began, status = time.perf_counter(), 499
-        # Whether the proxy takes its path off or not.
+        # The proxy may remove its path or not.
         scope["root_path"] = self._service.config.root_path.rstrip("/")
         path = scope["path"].removeprefix(scope["root_path"])
         headers, state = Headers(scope=scope), scope.setdefault("state", {})

@@ -36,7 +36,7 @@ _MEANINGS = {
     503: "too many requests, a rank has failed, or the server shuts down",
     504: "the request took too long",
 }
-_KEY = HTTPBearer(scheme_name="key", auto_error=False)  # the door asks for it, where there are keys
+_KEY = HTTPBearer(scheme_name="key", auto_error=False)  # RequestMiddleware checks it
 
 
 def errors(*statuses: int, model: Any = Error) -> Answers:

@@ -39,7 +39,7 @@ from megatron_hybrid.serving.service import STEP_SECONDS, Service, Shutdown, run
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.utils.child_lifetime import EndSignal
 
-if TYPE_CHECKING:  # what it imports need not be installed
+if TYPE_CHECKING:  # its imports need not be installed
     from megatron_hybrid.serving.kv_publisher import KvPublisher
 
 logger = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
     def _take_signal(self) -> None:
-        self.force_exit = self.should_exit  # what is left are connections
+        self.force_exit = self.should_exit  # only connections are left
         self.should_exit = self._shutdown.has_begun
         self._shutdown.take_signal()
 

@@ -36,7 +36,7 @@ STEP_SECONDS = 30.0
 SAVE_SECONDS = 600.0
 """Time in which the cache is saved, and that in which the engine completes its folder."""
 Step = tuple[str, Callable[[], Any], float]
-"""What a step does, for the log; its function, or coroutine function; and its seconds."""
+"""A step's name, for the log; its function, or coroutine function; and its most seconds."""
 
 
 async def run_steps(*steps: Step) -> None:
@@ -171,7 +171,7 @@ class Service:
         params: SamplingParams,
         options: RequestOptions,
     ) -> list[T]:
-        # The others wait as long as they have to: a request that has begun is not given up.
+        # The others wait without a limit: a request that has begun is not given up.
         limits = [self.config.queue_seconds, *[None] * (len(prompts) - 1)]
         return [
             method(prompt, params, options, queue_seconds=limit)
@@ -217,7 +217,7 @@ class Service:
         ticket.task, seconds = asyncio.current_task(), self.config.request_seconds
         left = None if seconds is None else seconds - (time.perf_counter() - ticket.began)
         try:
-            if left is not None and left <= 0:  # also where all that is left is there already
+            if left is not None and left <= 0:  # even if the rest is there already
                 raise TimeoutError
             async with asyncio.timeout(left):
                 yield
@@ -231,7 +231,7 @@ class Service:
             if not ticket.is_aborted:
                 raise
             ticket.task.uncancel()
-            if (failure := self.engine.rank_failure) is not None:  # what the drain gives up
+            if (failure := self.engine.rank_failure) is not None:  # the drain gives it up
                 raise ApiError(503, failure) from None
             raise ApiError(499, "the request was aborted", None, "aborted") from None
         except (TypeError, ValueError) as error:

@@ -146,7 +146,7 @@ async def _refusals() -> AsyncIterator[None]:
     """Turn the engine's errors into ApiErrors, for all routes."""
     try:
         yield
-    except (TypeError, ValueError, OSError) as error:  # OSError: of a folder that was named
+    except (TypeError, ValueError, OSError) as error:  # OSError: a folder that was named
         raise ApiError(400, str(error)) from error
     except RankFailedError as error:
         raise ApiError(503, str(error)) from error

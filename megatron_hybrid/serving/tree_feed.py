@@ -96,8 +96,8 @@ class TreeFeed:
 
     def _choose(self) -> None:
         """Note which edges are shown and have changed, or have taken the place of others."""
-        # What was used since the last time was used later than all else; parents whenever their
-        # children were.
+        # Changed edges were used later than all others; parents were used whenever their children
+        # were.
         changed = [self._edges[number] for number in self._changed]
         for edge in sorted(changed, key=lambda edge: (edge.last_use, -edge.start)):
             if self._uses.get(edge.number) != edge.last_use:

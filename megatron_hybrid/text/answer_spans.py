@@ -72,7 +72,7 @@ def render_with_answers(
     if is_marked(marks):
         found = [(*span, 1.0) for span in _marked_spans(marks, answers)]
         if set(weights.values()) - {1.0} or train_on not in ("all", "last"):
-            # A span is of the last message that begins before its end.
+            # A span belongs to the last message that begins before its end.
             said = [i for i, each in enumerate(answers.messages) if each["role"] == "assistant"]
             starts = {answers.first_place(index): weights.get(index, 0.0) for index in said}
             owners = [max((s for s in starts if s < end), default=None) for _, end, _ in found]

@@ -97,7 +97,7 @@ class ChatTemplate:
         generation: type[Extension] | None = None,
     ):
         self.source, self.origin, self._generation = source, origin, generation
-        self.forms_of = lru_cache(MAX_ROLES)(self._forms_of)  # names are the callers'
+        self.forms_of = lru_cache(MAX_ROLES)(self._forms_of)  # bounded: callers choose the roles
 
     def render(
         self,

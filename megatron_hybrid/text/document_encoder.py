@@ -133,7 +133,7 @@ class DocumentEncoder:
                     found = [self._conversation(messages, given)]
             except BrokenRecordError as error:
                 encoded.broken.append(f"{chunk.place(index)} {error}")
-            except Exception as error:  # whatever is wrong with a record, its line is named
+            except Exception as error:  # any error of a record names its line
                 told = str(error) if isinstance(error, (ValueError, TypeError)) else repr(error)
                 encoded.broken.append(f"{chunk.place(index)}: {told}")
             else:

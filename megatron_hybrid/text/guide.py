@@ -277,7 +277,7 @@ class GuideCompiler:
         if matcher.is_error():  # it takes too much memory or time
             raise _refusal(guide, _told(matcher.get_error()))
         if not (self._tokens.bits(matcher).any() or matcher.is_accepting()):
-            error = matcher.get_error()  # it may have come to nothing by itself
+            error = matcher.get_error()  # the grammar may allow nothing at all
             is_limit = error and "NoExtension" not in error
             raise _refusal(guide, _told(error) if is_limit else _NO_ANSWER)
         return matcher
@@ -301,8 +301,8 @@ class _Vocabulary:
         padded[:size] = list(map(bool, self.texts))
         self.usable = np.packbits(padded, bitorder="little").view(np.int32)
         """The tokens that have a text, as bits like those of `GuideMatcher.allowed`."""
-        # After the model's tokens: each byte, as which llguidance tokenizes texts of a grammar, and
-        # an end, which is never drawn. 0xff begins special tokens.
+        # After the model's tokens come all bytes, into which llguidance tokenizes texts of a
+        # grammar, and an end, which is never drawn. 0xff begins special tokens.
         self._first_byte = size
         self.tokens = [*self.texts, *(bytes([byte]) for byte in range(256)), b"\xff[end]"]
         self.eos_token_id = len(self.tokens) - 1

@@ -268,7 +268,7 @@ def ebnf(source: str) -> Grammar:
             raise ValueError(f"it has over {MAX_NESTING} open brackets: flatten it")
         if any(len(n or "") > 4 or int(n or 0) > MAX_REPEATS for n in token.groups()):
             raise ValueError(f"it repeats a part over {MAX_REPEATS} times: use * or +")
-    if re.search(r"(?<!\\)(\\\\)*\\[uU]", source):  # which llguidance reads otherwise
+    if re.search(r"(?<!\\)(\\\\)*\\[uU]", source):  # llguidance reads it differently
         raise ValueError("it has a character by its code: write the character itself")
     import llguidance.gbnf_to_lark as gbnf
 
@@ -280,16 +280,16 @@ def ebnf(source: str) -> Grammar:
                 1 if hasattr(node, "alternatives") else min(n, getattr(node, "min_times", n))
             ),
         )
-        # Those without recursion; else each makes the library look through all rules.
+        # Rules without recursion: any other one makes the library go through all rules.
         for name in _reached(rules, lambda node, n: n + (getattr(node, "name", "") == "root")):
             rules[name].rule_is_terminal = name != "root"
         gbnf.resolve(rules)
-    except Exception as error:  # it has no error of its own for all that is wrong
+    except Exception as error:  # it raises errors of many kinds
         raise ValueError(f"{error}") from None
     start = rules["start"]
     if len(ending) < len(rules):
         raise ValueError("no text of finite length fits one of its rules")
-    # What needs no recursion is one terminal, in which each way to read the text counts.
+    # A rule without recursion is one terminal, in which each way to read the text counts.
     lines = [f"{rule.name}: {rule.alternatives}" for rule in rules.values() if rule is not start]
     head = "start: START\nSTART" if start.alternatives.is_terminal() else "start"
     return Grammar("\n".join([f"{head}: {start.alternatives}", *lines]))
@@ -300,7 +300,7 @@ def _reached(rules: Mapping[str, Any], needed: Callable[[Any, int], int]) -> set
 
     needed: returns how many of a node's parts, given their number, must be reached before it is.
     """
-    users, missing = defaultdict(list), {}  # by the id of a node, which may stand in many places
+    users, missing = defaultdict(list), {}  # by node id; a node may be in many places
     nodes = [rule.alternatives for rule in rules.values()]
     for node in nodes:  # both lists grow: each node comes once, so the time grows with the grammar
         if id(node) not in missing:

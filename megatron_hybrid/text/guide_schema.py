@@ -220,7 +220,7 @@ class _Schemas:
         if name not in _HELD:
             _refuse(repr(name))
         if name == "maximum" and value == (1 << 63) - 1 and schema.get("type") == "integer":
-            return value  # of integers: llguidance cuts the double, 2^63, to 64 bits
+            return value  # llguidance cuts the double, 2^63, to 64 bits
         _check_value(name, value)
         if name in _COUNTS:
             return int(value)
@@ -329,7 +329,7 @@ def _check_ends(top: Any, definitions: Mapping[str, Any]) -> None:
     llguidance would let a model write on for ever.
     """
     finite: set[str] = set()
-    names = [*definitions, *reversed(definitions)]  # a chain needs one turn, whichever way it runs
+    names = [*definitions, *reversed(definitions)]  # a chain of either direction needs one turn
     for _ in range(MAX_DEPTH):
         before = len(finite)
         for name in names:

@@ -40,8 +40,8 @@ from megatron_hybrid.utils.validation import check_text
 # Its tokens distinguish tokenizers with the same vocabulary.
 _PROBE = " Don't the naïve  漢字\t🙂 cost\r\n\n    $1234567.89 (or more)?"
 
-# Characters or tokens from which on a call is made as a batch of one: in batches alone the library
-# lets other threads run. Small ones stay out of its thread pool, of which forks would warn.
+# Characters or tokens from which on a call is a batch of one, since the library lets other threads
+# run only in batches. Small calls stay out of its thread pool, about which forks would warn.
 _LONG = 4096
 
 _PIECE = 64 << 10
@@ -175,7 +175,7 @@ class Tokenizer:
 
     @property
     def unique_identifiers(self) -> dict[str, str]:
-        """What megatron-core's datasets keep of a tokenizer in the names of their caches."""
+        """Values of a tokenizer in the names of the caches of megatron-core's datasets."""
         return {"class": type(self).__name__, "fingerprint": self.fingerprint}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -246,7 +246,7 @@ class Tokenizer:
     def _check_length(self, text: str, most: int) -> None:
         """Raise TextTooLongError as soon as pieces of a text have more tokens than `most`, wherever
         it is cut."""
-        # Such a token takes all spaces next to it, and may be in another piece than these.
+        # A token that strips takes all spaces next to it, which may be in another piece.
         added = self._tokenizer.get_added_tokens_decoder().values()
         strips = any(token.lstrip or token.rstrip for token in added)
         count = 0
@@ -346,7 +346,7 @@ class Tokenizer:
         for token in state["added_tokens"]:
             token["special"] &= token["content"] not in shown
         self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(state))
-        vars(self).pop("token_bytes", None)  # of special tokens as they were
+        vars(self).pop("token_bytes", None)  # it has the former special tokens
 
     def template_of(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
         """Return the template of chats with these tools.
@@ -439,7 +439,7 @@ class Tokenizer:
             past = bisect_right(anchor_ends, fork)
             first = anchors[past - 1] if past else 0
             begin = spans[first][0] if past else 0
-            # A letter may follow, in whose token a space before it may be.
+            # A letter may follow, whose token may include a space before it.
             texts = text[begin:fork], text[begin:fork] + "a"
             alone = [self._encode(each, add_special_tokens=False).ids for each in texts]
             forks.add(first + min(common_length(each, ids[first:]) for each in alone))

@@ -117,7 +117,7 @@ def run_mode(model, tokenizer, mode: str, advance: Callable[[int], None]) -> Run
         ),
         options=RequestOptions(n=4),
     )
-    long_text = list(islice(cycle(tokenizer.tokenize(SYSTEM_PROMPT)), 600))  # content is no matter
+    long_text = list(islice(cycle(tokenizer.tokenize(SYSTEM_PROMPT)), 600))  # any content
     for length in (479, 552):
         for attempt in ("tokens", "again"):
             # Each length starts at another token, so that it shares nothing with others.

@@ -191,7 +191,7 @@ def plan(
         engine = InferenceConfig(max_requests=requests, **lengths, **asked)
         needs = needs_of(model, spec, engine, torch.device("meta"))
         parts = {part.what: part.num_bytes for part in needs.parts if not part.on_host}
-        del parts[LIVE_SLOTS]  # each request has its own, and with it the states before its drafts
+        del parts[LIVE_SLOTS]  # counted in each request, with the states before its drafts
         parts[LARGEST_STEP] = step_bytes(model, spec, max_captures(spec, *sizes), *sizes, context)
         left = memory_bytes - weight_bytes - sum(parts.values())
         cache_bytes = max(0, int(left * MEMORY_FRACTION))

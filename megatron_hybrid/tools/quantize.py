@@ -243,7 +243,7 @@ class _Piece:
     """Name of that tensor in the files."""
     expert: int
     index: int
-    """Index among those of the expert that lie in the tensor."""
+    """Index among the expert's projections in the tensor."""
     found: Layout
     """Layout from the tensor to ours."""
     separate: Layout

@@ -140,7 +140,7 @@ class Checkpoints:
             (partial / _FILES).write_text(json.dumps(sizes))
             for path in [*partial.iterdir(), partial]:
                 _flush(path)
-            if target.exists():  # a torn one, or of a run that was taken up before it
+            if target.exists():  # torn, or of a run that resumed before it
                 shutil.rmtree(target)
             os.replace(partial, target)
             _flush(self.folder)
@@ -150,7 +150,7 @@ class Checkpoints:
     def _prune(self) -> None:
         whole = [path for path in self._paths() if why_torn(path) is None]
         for path in whole[self.keep :] if self.keep else ():
-            # Renamed first: what is half removed must not look whole.
+            # Renamed first: a half removed one must not look whole.
             doomed = path.with_name(path.name + _SAVING)
             os.replace(path, doomed)
             shutil.rmtree(doomed)

@@ -48,7 +48,7 @@ class _CpuForCore(TorchFunctionMode):
             return func(*args, **kwargs)
         if names_cuda:
             return func(*args, **{**kwargs, "device": "cpu"})
-        if asks_type:  # which core compares with names of CUDA's
+        if asks_type:  # core compares it with names of CUDA types
             return func(*args).replace("torch.", "torch.cuda.")
         return args[0]
 

@@ -45,9 +45,9 @@ class SaveResults:
 def patch_saves() -> None:
     """Patch core's saves in this process."""
     if hasattr(filesystem_async.FileSystemWriterAsync, "write_preloaded_data_multiproc"):
-        # Writers are threads in newer releases, too. This one forks them where a thread of a queue
-        # has just begun: now and then one of them waits for ever for a lock that no thread of it
-        # holds, and with it the whole run.
+        # Writers are threads in newer releases, too. This one forks them while a thread of a queue
+        # begins: sometimes a fork waits for ever for a lock that none of its threads holds, and the
+        # whole run waits with it.
         filesystem_async.mp = SimpleNamespace(get_context=lambda _: multiprocessing.dummy)
     if vars(filesystem_async).get("_results_queue", "of another release") is None:
         filesystem_async._results_queue = SaveResults()

@@ -66,7 +66,7 @@ class LoraFields(Fields):
 
     def check(self) -> None:
         super().check()
-        self.targets = tuple(self.targets)  # of a list, too, as YAML has it
+        self.targets = tuple(self.targets)  # YAML has a list
 
     def file_fields(self) -> AdapterFields:
         """Return the fields of a folder of these adapters."""

@@ -71,7 +71,7 @@ def check_sums(loss: Loss, found: Any, log_probs: Tensor) -> None:
             kept = {"retain_graph": True, "allow_unused": True}
             (gradient,) = torch.autograd.grad(found.total, log_probs, **kept)
             is_right = gradient is not None
-    except (AttributeError, KeyError, TypeError):  # by what it is
+    except (AttributeError, KeyError, TypeError):  # whatever it is
         is_right = False
     if not is_right:
         raise ValueError(

@@ -167,7 +167,7 @@ def build_optimizer(
         if fields.name == "muon" and parameter.requires_grad and is_layer_matrix(name, parameter)
     ]
     try:
-        for parameter in matrices:  # frozen, core leaves them out
+        for parameter in matrices:  # core leaves frozen ones out
             parameter.requires_grad = False
         with quiet_core():
             built = get_megatron_optimizer(config, list(chunks), _NO_DECAY)
@@ -181,7 +181,7 @@ def build_optimizer(
             own = [p for p in matrices if getattr(p, "allreduce", True) != bool(is_expert)]
             number = torch.tensor(len(own), device=next(chunks[0].parameters()).device)
             dist.all_reduce(number, group=group)
-            if number:  # core cannot save one of which no rank has parameters
+            if number:  # core cannot save one without parameters on any rank
                 optimizers.append(_muon(own, config, fields, group, bool(is_expert)))
     optimizer = ChainedOptimizer(optimizers)
     patch_mixed_groups(optimizer)
@@ -248,7 +248,7 @@ class _Muon(torch.optim.Optimizer):
         self.init_states()
         for group in self.param_groups:
             rate, momentum = group["lr"], group["momentum"]
-            # Of a model in bf16 core puts fp32 copies in the parameters' places, in their order.
+            # For a model in bf16, core puts fp32 copies in the parameters' places, in their order.
             for parameter, rows in zip(group["params"], self.rows):
                 mean = self.state[parameter]["momentum_buffer"]
                 mean.lerp_(parameter.grad, 1 - momentum)

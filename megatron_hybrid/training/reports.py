@@ -114,7 +114,7 @@ class Reports:
         for name, writer in list(self._writers.items()):
             try:
                 call(writer)
-            except Exception as error:  # a run does not end for want of its tracker
+            except Exception as error:  # a run goes on without its tracker
                 self.console.print(f"{name} is left out from now on: {error!r}", markup=False)
                 del self._writers[name]
 

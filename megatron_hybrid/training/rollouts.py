@@ -137,7 +137,7 @@ class Rollouts:
                 rewards = self._ask(prompts, samples)
                 try:
                     found = [torch.tensor(rewards, dtype=torch.float32)]
-                except (ValueError, TypeError, RuntimeError):  # by what it is
+                except (ValueError, TypeError, RuntimeError):  # whatever it is
                     found = [torch.empty(0)]
                 if found[0].shape != (len(samples),) or not found[0].isfinite().all():
                     raise ValueError(

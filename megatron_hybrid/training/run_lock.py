@@ -64,7 +64,7 @@ class RunLock:
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
                     return descriptor
-            os.close(descriptor)  # of a file that its run has removed meanwhile
+            os.close(descriptor)  # its run has removed the file meanwhile
 
     def release(self) -> None:
         """Unlock the folder for another run. In a fork this does nothing."""
@@ -97,7 +97,7 @@ def _describe(text: bytes) -> str:
         found = json.loads(text)
         age = time.strftime("%H:%M:%S", time.gmtime(max(0, time.time() - found["began"])))
         return f"by process {found['pid']} on {found['host']}, since {age} (hours:minutes:seconds)"
-    except (ValueError, KeyError, TypeError):  # it has not written it yet
+    except (ValueError, KeyError, TypeError):  # the holder has not written it yet
         return "by another process"
 
 

@@ -178,7 +178,7 @@ class Trainer:
             with fail_together(OSError, whole_job=True):
                 lock = RunLock(self.folder) if dist.get_rank() == 0 else None
                 for left in self.folder.rglob(".*.tmp") if lock else ():
-                    left.unlink(missing_ok=True)  # of a run that was killed
+                    left.unlink(missing_ok=True)  # a killed run has left it
             self._release = weakref.finalize(self, lock.release if lock else lambda: None)
             try:
                 text = [lock and lock.text]
@@ -225,7 +225,7 @@ class Trainer:
                 alone = recipe.model_config(self.tokenizer.vocab_size, is_on_one_rank=True)
                 draw_as_one_rank(self.model, alone)
         if pretrained := recipe.model.get("pretrained"):
-            # Of each model for itself it fails on all ranks of that one; here, on those of all.
+            # This fails on all ranks of one model; here it must fail on all ranks of the job.
             with fail_together(CheckpointError, whole_job=True):
                 load_checkpoint(self.model, model_folder(pretrained), cast=True)
             require_unpacked(self.model, "the model cannot be trained")
@@ -236,7 +236,7 @@ class Trainer:
         if self.loss.needs_reference:
             with device:
                 self.reference = ReferencePolicy(self.model, recipe.lora is not None)
-        # Ranks with the same activations drop the same of them, others not.
+        # Ranks with the same activations drop the same ones, other ranks do not.
         dp_rank, pp_rank = parallel_state.get_data_parallel_rank(), groups.pp.rank()
         torch.manual_seed(run.seed + 1 + dp_rank * groups.pp.size() + pp_rank)
 
@@ -308,7 +308,7 @@ class Trainer:
                         self._report(reports, step)
                     if ends or _is_due(self.recipe.checkpoints.every_steps, progress.step):
                         self.save()
-                    if ends:  # whole before the evaluation, in which a job may be killed
+                    if ends:  # save before the evaluation, in which a job may be killed
                         self.checkpoints.finish()
                     if self._lacks_evaluation(reports):
                         self._report_evaluation(reports)
@@ -366,7 +366,7 @@ class Trainer:
             raise TrainingError(f"the data ends at run.steps={progress.step}: raise it.") from end
         loss = mean_of(metrics["loss"])
         self.schedule.step(1)
-        if math.isfinite(loss):  # without a label weights would decay all the same
+        if math.isfinite(loss):  # weights must not decay without a label
             updated, norm = update(self.optimizer)
         else:
             updated, norm = False, math.nan
@@ -491,10 +491,10 @@ class Trainer:
         """Return the values for core's schedules: the loss's total, a count, and all sums."""
         if non_loss_data:
             return -losses
-        with torch.set_grad_enabled(torch.is_grad_enabled()):  # whatever a loss of others sets
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # whatever the loss sets
             log_probs = -losses
             found = self.loss(log_probs, batch)
-        if type(self.loss) not in _SHIPPED:  # of these the check would wait for the GPU
+        if type(self.loss) not in _SHIPPED:  # the check waits for the GPU
             check_sums(self.loss, found, log_probs)
         metrics = [value for name in self.loss.metrics for value in found.metrics[name]]
         num_labels = batch.loss_mask.count_nonzero()
@@ -649,7 +649,7 @@ def _finalize_gradients(
     passes of a step. `count` is that of this rank, in place of core's integer; core raises a count
     below 1 to 1. `unit` is 1, or a power of two if weights are summed, which are at least 0.001."""
     finalize_model_grads(list(chunks), count * unit, **options)
-    for chunk in chunks:  # after core, whose reductions may be under way until then
+    for chunk in chunks:  # core's reductions have ended by now
         if unit > 1:
             chunk.scale_gradients(unit)
         chunk.module.sum_shared_gradients()
@@ -706,7 +706,7 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
 def model_config_of(recipe: Recipe, tokenizer: Tokenizer) -> HybridConfig:
     """Return the config of the model that a run trains. Raise ValueError if it does not fit the
     tokenizer."""
-    # A micro-batch counts by its labels: core's data parallelism reads it, and our routers.
+    # A micro-batch counts by its labels; core's data parallelism and our routers read this field.
     counting = {"calculate_per_token_loss": True}
     pretrained = recipe.model.get("pretrained")
     if pretrained is None:

@@ -1,4 +1,4 @@
-"""What is left out of requests, or moved in them, so that agents are served and reuse prefixes.
+"""Parts of requests that are left out, or moved, so that agents are served and reuse prefixes.
 
 The answer's header X-Request-Changes, the log and /cache/explain name each change.
 """
@@ -13,7 +13,7 @@ IMAGE_LEFT_OUT = "[An image was left out: this model reads texts alone.]"
 _MAX_HEADER = 2048
 _MAX_LINE = 200
 _MAX_TEXT = 1 << 20
-"""Characters of instructions: in longer ones no line is looked at."""
+"""Most characters of instructions in which lines are examined."""
 _BILLING = re.compile(r"x-anthropic-billing-header:\s*cc_\w+=", re.IGNORECASE)
 _NOW = {"current", "today", "local", "present", "is"}
 _TIME = {"date", "time", "datetime", "timestamp"}

@@ -33,7 +33,7 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
     ):
-        if len(message) > _MAX_MESSAGE:  # what was sent may be in it
+        if len(message) > _MAX_MESSAGE:  # it may quote the request
             message = f"{message[:_MAX_MESSAGE]}..."
         super().__init__(message)
         self.status, self.param, self.code = status, param, code

@@ -64,7 +64,7 @@ class TimedProtocol(HttpToolsProtocol):
     def _count(self, num_bytes: int) -> None:
         self._num_header_bytes += num_bytes
         if self._is_too_large:
-            raise ValueError  # of a callback of the parser: it answers by `send_400_response`
+            raise ValueError  # in the parser's callback: it calls `send_400_response`
 
     @property
     def _is_too_large(self) -> bool:
@@ -142,7 +142,7 @@ class LimitedBody:
         Raises:
             HTTPException: the body takes too long or is too large, or its key sends too much.
         """
-        if self._is_whole:  # it waits for the client's leaving
+        if self._is_whole:  # the caller waits for the client to leave
             return await self._receive()
         state, key = self._state, self._state["key"]
         seconds = BODY_SECONDS + state["num_bytes"] / BODY_RATE

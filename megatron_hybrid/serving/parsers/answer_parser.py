@@ -157,21 +157,21 @@ class AnswerParser:
         self._dialect, self._thoughts = dialect, thoughts
         self._tools = {tool["function"]["name"]: tool["function"] for tool in tools}
         self._max_calls, self._must_call = max_calls, must_call
-        self._held, self._at = "", 0  # what is not given yet begins there
-        self._searched = 0  # so far no mark begins
-        self._block: Block | None = None  # that is being read
+        self._held, self._at = "", 0  # text not given yet, from a place on
+        self._searched = 0  # no mark begins before this place
+        self._block: Block | None = None  # the one that is being read
         self._is_blank = False  # all that is held is space
         self._reread = 0
         self._space = ""  # before what may be a call
         self._gap = ""  # space that was left out around calls
         self._has_content = False
-        self._was_closed = False  # by a mark, what was said
+        self._was_closed = False  # whether a mark has just closed the text
         self._in_thought = is_thinking
         self._skips_space = is_thinking
-        self._late: list[ToolCall] = []  # that were written inside of reasoning
-        self._late_texts: list[str] = []  # they, and more reasoning
+        self._late: list[ToolCall] = []  # calls inside of reasoning
+        self._late_texts: list[str] = []  # their texts, and more reasoning
         self._may_be_bare = bool(self._tools and dialect.bare)
-        self._ids: set[str] = set()  # that the model gave
+        self._ids: set[str] = set()  # ids of the calls so far
         self.num_calls = 0
         """Number of calls so far."""
 
@@ -201,7 +201,7 @@ class AnswerParser:
 
     def _given(self, is_last: bool) -> list[AnswerPart]:
         given = list(self._parts(is_last))
-        if self._block is None:  # which knows places in what is held
+        if self._block is None:  # a block knows places in the held text
             self._held, self._searched = self._held[self._at :], max(0, self._searched - self._at)
             self._at = 0
         self._is_blank = self._block is None and self._held.isspace()
@@ -228,7 +228,7 @@ class AnswerParser:
                     continue
                 self._at = found.end()
                 self._was_closed = True
-                if self._in_thought:  # what is said to the user ends a thought, too
+                if self._in_thought:  # text to the user ends a thought, too
                     self._in_thought, self._space, self._skips_space = False, "", True
             else:
                 longest = max(map(len, self._marks), default=0)
@@ -288,7 +288,7 @@ class AnswerParser:
         self._searched = stop
         self._reread += max(0, cost - len(written))
         calls = [each for each in pieces if isinstance(each, ToolCall)]
-        # Without an end mark others may follow, alone.
+        # Without an end mark, further calls without a mark may follow.
         goes_on = self._may_be_bare or (bool(calls) and not self._dialect.end)
         may_be_bare = bool(pieces) and goes_on
         if calls and self._in_thought:

@@ -29,7 +29,7 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class Content:
-    """More of what is said to the user."""
+    """More of the text to the user."""
 
     text: str
 
@@ -107,9 +107,9 @@ class Dialect:
     num_id_chars: int = 0
     """Length of the ids of calls that its templates require; 0 accepts any."""
     content_begin: str = ""
-    """Mark before what is said to the user."""
+    """Mark before the text to the user."""
     unsaid: tuple[str, ...] = ()
-    """Marks around what is said to the user, which are not part of it."""
+    """Marks around the text to the user, which are not part of it."""
     quotes: tuple[str, ...] = JSON_QUOTES
     """Quotes around texts in calls. Without quotes, marks may stand in the texts."""
 

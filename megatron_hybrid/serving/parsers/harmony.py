@@ -39,7 +39,7 @@ THOUGHTS = ReasoningFormat("<|channel|>analysis<|message|>", "<|end|><|start|>as
 
 @dataclass(frozen=True)
 class Harmony(Dialect):
-    """Read by `HarmonyParser`."""
+    """The dialect that `HarmonyParser` reads."""
 
     begin: str = "<|channel|>commentary"
     inner: tuple[str, ...] = ("<|start|>", "<|end|>", "<|constrain|>", "<|message|>")

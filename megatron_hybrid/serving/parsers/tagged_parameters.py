@@ -44,9 +44,9 @@ class TaggedParameters(Dialect):
     damaged tag, neither it nor its call counts."""
 
     function: tuple[str, str] = ("", "")
-    """What stands around a call, with {} for its name."""
+    """Texts around a call, with {} for its name."""
     parameter: tuple[str, str] = ("", "")
-    """The same of a parameter, with a second {} for whether it is a text."""
+    """Texts around a parameter, with {} for its name, and a second {} for whether it is a text."""
     is_section: bool = False
     """Whether several calls stand between one pair of marks."""
     gap: str = ""
@@ -68,7 +68,7 @@ class TaggedParameters(Dialect):
     quotes: tuple[str, ...] = ()
 
     def inside(self, text: str, tools: Tools) -> Pieces | None:
-        # What is no parameter of the function is rather a part of a text, if both would do.
+        # If both are possible, a name that is no parameter of the function is part of a text.
         return self._calls(
             text, tools, lambda at, schema: self._parameters(text, at, schema, schema.properties)
         ) or self._calls(text, tools, lambda at, schema: self._parameters(text, at, schema, ()))

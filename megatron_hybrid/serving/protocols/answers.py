@@ -22,7 +22,7 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 LEAST_LOG_PROB = -9999.0
-"""Value in place of minus infinity, which JSON has not."""
+"""Value in place of minus infinity, which JSON lacks."""
 
 
 def prefix_block(report: PrefixReport) -> Json:

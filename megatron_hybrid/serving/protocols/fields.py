@@ -58,7 +58,7 @@ MESSAGE = {
         tool_calls={"type": ["array", "null"], "items": _object(("function",), function=_FUNCTION)},
     ),
     "description": "`arguments` of a call are an object, or the JSON of one.",
-    # Something besides the role.
+    # There must be something in addition to the role.
     "not": {"properties": {"role": True}, "additionalProperties": {"type": "null"}},
 }
 """The JSON Schema of a message that `chat_prompt` takes."""
@@ -107,7 +107,7 @@ UNSUPPORTED: dict[str, tuple] = {
     **{name: (value,) for value, names in _NEUTRAL for name in names},
     "function_call": ("none", "auto"),
 }
-"""Known fields without an effect here -> values that ask for nothing, besides null."""
+"""Known fields without an effect here -> values, in addition to null, that ask for nothing."""
 
 
 def refuse_unsupported(given: Fields, unsupported: Mapping[str, Iterable]) -> None:
@@ -332,7 +332,7 @@ class StructuredOutputs(Fields):
 
     @property
     def wishes(self) -> dict[str, Any]:
-        """What is asked for."""
+        """The fields that are set, with their values."""
         hidden = None if self.json_object else {"json_object"}
         return self.model_dump(by_alias=True, exclude_none=True, exclude=hidden)
 
@@ -503,7 +503,7 @@ class CompletionFields(GenerationFields):
 
     @property
     def scores_prompt(self) -> bool:
-        """See the base class. `echo` shows those of the prompt, too."""
+        """Whether log-probabilities of the prompt are wanted. `echo` shows them, too."""
         return super().scores_prompt or (self.echo and self.logprobs is not None)
 
     @property
@@ -587,7 +587,7 @@ class TemplateFields(SharedTemplateFields):
         """The variables of the template."""
         effort = self.reasoning_effort
         given: dict[str, Any] = {} if self.documents is None else {"documents": self.documents}
-        if effort is not None:  # templates have several names for whether there is any
+        if effort is not None:  # templates have several names for this variable
             thinks = effort != "none"
             given |= {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
         return given | (self.chat_template_kwargs or {})

@@ -53,7 +53,7 @@ def chat_prompt(
         said = messages[-1].get("content")
         if not isinstance(said, str) or said.strip() not in text:
             raise ValueError("the template does not show the last message as it is")
-        # Without what the template writes after the message, such as the end of its turn.
+        # Cut off the template's text after the message, such as the end of its turn.
         end = text.rindex(said.strip()) + len(said.strip())
         return RenderedChat(tokenizer.tokenize(text[:end], add_special_tokens=False))
     except TextTooLongError as error:
@@ -158,7 +158,7 @@ def guide_of(
         is_thinking: see the function of this name.
 
     Raises:
-        ApiError: a schema or a regex that cannot be enforced, or several wishes at a time.
+        ApiError: a schema or a regex cannot be enforced, or several fields ask for a form.
     """
     wishes = list(_wishes(fields, style))
     if len(wishes) > 1:
@@ -269,7 +269,7 @@ def sampling_params(
     if len(allowed) > most:
         text = f"allowed_token_ids has {len(allowed)} ids, and the vocabulary {most}: give each"
         raise ApiError(400, f"{text} once", "allowed_token_ids")
-    # In the answer a word may stand at the beginning of a token, or after a space that is in it.
+    # In the answer a word may begin a token, or follow a space in it.
     words = [word.lstrip() or word for word in fields.bad_words or ()]
     words += [f" {word}" for word in words]
     try:

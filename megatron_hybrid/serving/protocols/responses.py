@@ -403,7 +403,7 @@ class TextLogProbs:
 
     def __init__(self, answer: Answer):
         self._answer = answer
-        self._waiting: list[tuple[int, Json]] = []  # where a token begins, and what is said of it
+        self._waiting: list[tuple[int, Json]] = []  # where a token begins, and its entry
         self._written, self._end = bytearray(), 0
 
     def add(self, said: GenerationResult | RequestOutput) -> None:

@@ -178,7 +178,7 @@ class WeightInfo(TypedDict):
     unfinished: str | None
 
 
-# Answers of one field.
+# Answers with one field.
 InputTokens = create_model("InputTokens", input_tokens=(NonNegativeInt, ...))
 Aborted = create_model("Aborted", aborted=(bool, ...))
 Detokenized = create_model("Detokenized", prompt=(str, ...))

@@ -147,7 +147,7 @@ def batches(
         collate_fn=Batch.of,
         num_workers=workers,
         worker_init_fn=_outlive_signals,
-        generator=torch.Generator(),  # else it draws from torch's own
+        generator=torch.Generator(),  # otherwise it draws from torch's own
     )
     return iter(loader)
 

@@ -108,7 +108,7 @@ def _checked(
                     f"{prefix} has {len(lengths)} documents, of which split {fields.split!r} gives "
                     f"none with {what} to {split}: use a larger part, or more documents."
                 )
-        # Without cache_path it is where GPTDataset puts it.
+        # Without cache_path, GPTDataset puts it here.
         default = os.path.join(prefix, "cache", f"{DocumentRows.__name__}_indices")
         _check_cache(fields.cache_path or default)
     return prefixes, None if len(prefixes) == 1 else weights or sizes

@@ -36,7 +36,7 @@ class Sequences(IndexedDataset):
         self.bin_reader = self
 
     def __del__(self) -> None:
-        pass  # core's fails where it could not read the index
+        pass  # core's fails if the index could not be read
 
     def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
         """Read a part of the .bin."""

@@ -27,8 +27,8 @@ class DocumentRows(GPTDataset):
         return Sequences(dataset_path)
 
     def _build_document_sample_shuffle_indices(self) -> Any:
-        # Core finds the order of rows again by a hash of what it was asked for: by the path of the
-        # dataset, which may have become another one.
+        # Core finds a cached order of rows by a hash of the request, with the path of the dataset,
+        # where another one may lie by now.
         self.unique_identifiers["content"] = content_of(self.dataset_path)
         description = json.dumps(
             self.unique_identifiers, indent=4, default=lambda part: part.unique_identifiers
