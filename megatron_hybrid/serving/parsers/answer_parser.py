@@ -157,7 +157,7 @@ class AnswerParser:
         self._dialect, self._thoughts = dialect, thoughts
         self._tools = {tool["function"]["name"]: tool["function"] for tool in tools}
         self._max_calls, self._must_call = max_calls, must_call
-        self._held, self._at = "", 0  # text not given yet, from a place on
+        self._held, self._at = "", 0  # text, which is not given from `_at` on
         self._searched = 0  # no mark begins before this place
         self._block: Block | None = None  # the one that is being read
         self._is_blank = False  # all that is held is space

@@ -216,7 +216,7 @@ class TaggedParameters(Dialect):
 def _call(
     name: str, found: Mapping[str, str | None] | None, tools: Tools, written: str
 ) -> ToolCall | str:
-    """Return a call, or its text. found: the JSON of each parameter, None if there is no call."""
+    """Return a call with the JSON of `found`, without those that are None; or its text."""
     if found is None:
         return written
     given = {each: value for each, value in found.items() if value is not None}
