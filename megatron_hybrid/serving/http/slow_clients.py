@@ -28,8 +28,8 @@ BODY_RATE = 64 << 10
 UNREAD_BODIES = 16
 """Bodies of the largest size that one key may send, or have wait to be read, at a time."""
 IDLE_SECONDS = 75
-"""Seconds that a connection stays open without a request. Proxies reuse theirs for up to 60 seconds,
-and answer 502 if the server closes one at that moment."""
+"""Seconds that a connection stays open without a request. Proxies reuse theirs for up to 60, and
+answer 502 if the server closes one at that moment."""
 TOO_LARGE = "the body has more than {} bytes, the most it may: send less"
 
 
