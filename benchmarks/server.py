@@ -272,7 +272,7 @@ def beside_a_page(runner: asyncio.Runner, client: Client) -> Iterator[Row]:
         PAGE_ROUNDS,
     )
     yield Row(
-        f"tokens/s of one stream beside a page with {PAGE_PIECES:,} pieces, in those without",
+        f"tokens/s of one stream next to a page with {PAGE_PIECES:,} pieces, in those without",
         f"{median_ratio(alone, shown):.3f}",
         f">= {PAGE_RATE}",
     )

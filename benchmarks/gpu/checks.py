@@ -76,7 +76,7 @@ def configs(bench: Bench, op: str | None = None) -> Iterator[Check]:
     for family, backend in _backends(bench, op):
         sizes = bench.size(family.sizes, family.toy)
         given = bench, family, backend, sizes, layout, torch.bfloat16
-        # What is wrong here is told by the check of the op.
+        # The check of the op reports what is wrong here.
         with chosen(compiles_all=True) as choice, suppress(Exception):
             compared("", *given)
         for kernel, found in choice.found.items():

@@ -121,7 +121,7 @@ def tests(bench: Bench, name: str, skip: int, tell: Callable[[Row], None]) -> in
             if report.failed:
                 self.fault = str(report.longrepr).strip().splitlines()[-1][-100:]
             if report.when == "teardown":
-                print()  # behind a dot of pytest
+                print()  # after a dot of pytest
                 tell(Row(report.nodeid.rpartition("/")[2], fault=self.fault))
                 if self.fault and bench.is_poisoned():
                     pytest.exit("the device does nothing any more", POISONED)

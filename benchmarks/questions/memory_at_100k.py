@@ -41,5 +41,5 @@ def run(models: Sequence[tuple[str, str]] = MODELS, context: int = CONTEXT) -> I
                 found.largest_batch,
             )
         )
-    yield f"one request of {context:,} tokens; on H200: as many fit there beside weights in bf16"
+    yield f"one request of {context:,} tokens; on H200: as many fit next to weights in bf16"
     yield from aligned(rows)

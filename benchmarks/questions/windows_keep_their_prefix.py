@@ -1,4 +1,4 @@
-"""Do models with sliding windows keep their prefix? Ten turns behind 4,096 tokens, with a small
+"""Do models with sliding windows keep their prefix? Ten turns after 4,096 tokens, with a small
 model of random weights in Gemma-3's pattern; with the whole history, and with thoughts cut out."""
 
 from collections.abc import Iterator

@@ -42,8 +42,8 @@ PARTS = {
     "opportunistic": "states every 256 tokens while pages are free",
     # expected uses
     "fork_uses": "a fork that could have served counts as used",
-    "resumed_from": "sessions told apart by the kind of end that they resume",
-    "mostly_known": "requests told apart by whether most of their tokens were known",
+    "resumed_from": "sessions separated by the kind of end that they resume",
+    "mostly_known": "requests separated by whether most of their tokens were known",
 }
 """What each part of `HybridPolicy` does, by its argument."""
 
