@@ -61,8 +61,8 @@ class OptimizerFields(Fields):
     refuse it."""
 
     weight_decay: Annotated[float, Range(ge=0)] = 0.1
-    """Decoupled weight decay. Embeddings, the matrices of the layers and those of adapters decay;
-    vectors, norms, convolutions and the constants of recurrent layers do not."""
+    """Weight decay, decoupled but for SGD. Embeddings, the matrices of the layers and those of
+    adapters decay; vectors, norms, convolutions and the constants of recurrent layers do not."""
 
     end_weight_decay: float | None = None
     """Weight decay of the last step, to which it rises linearly. By default it is constant."""
@@ -83,7 +83,7 @@ class OptimizerFields(Fields):
     """Largest norm of the gradient over all parameters and ranks; 0 does not clip it."""
 
     distributed: bool = False
-    """Split the optimizer's states over the data-parallel ranks."""
+    """Split Adam's states over the data-parallel ranks."""
 
     def check(self) -> None:
         super().check()
@@ -102,11 +102,11 @@ class OptimizerFields(Fields):
                 f"end_weight_decay is {self.end_weight_decay}, but weight decay starts at "
                 f"{self.weight_decay} and can only rise."
             )
-        if self.name == "muon" and self.distributed:
+        if self.name != "adam" and self.distributed:
             raise ValueError(
-                "optimizer muon with distributed=true: Muon needs the whole momentum of a matrix, "
-                "and the distributed optimizer splits it at any element. Use distributed=false, or "
-                "adam."
+                f"optimizer {self.name} with distributed=true: megatron-core's distributed "
+                "optimizer cuts states anywhere, where Muon needs whole matrices, and saves "
+                "those of Adam alone. Use distributed=false, or adam."
             )
 
     def check_steps(self, steps: int) -> None:
@@ -175,6 +175,9 @@ def build_optimizer(
         for parameter in matrices:
             parameter.requires_grad = True
     optimizers = list(built.chained_optimizers)
+    if fields.name == "sgd":
+        for each in optimizers:
+            each.init_state_fn = _init_momentum
     if fields.name == "muon":
         experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
         for is_expert, group in enumerate((chunks[0].module.pg_collection.mp, experts)):
@@ -186,6 +189,13 @@ def build_optimizer(
     optimizer = ChainedOptimizer(optimizers)
     patch_mixed_groups(optimizer)
     return optimizer
+
+
+def _init_momentum(optimizer: torch.optim.SGD, _: OptimizerConfig | None = None) -> None:
+    """Make the states that a checkpoint is loaded into, as core does for Adam alone."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def is_layer_matrix(name: str, parameter: nn.Parameter) -> bool:

@@ -104,13 +104,15 @@ class TorchMuon:
             main.copy_(whole.view_as(main))
 
 
-def torch_optimizers(mains, is_muon):
-    matrices = {n: p for n, p in mains.items() if is_muon and is_layer_matrix(n, p)}
+def torch_optimizers(mains, kind):
+    matrices = {n: p for n, p in mains.items() if kind == "muon" and is_layer_matrix(n, p)}
     others = {n: p for n, p in mains.items() if n not in matrices}
     groups = [
         {"params": [p for n, p in others.items() if decays(n, p) == own], "weight_decay": decay}
         for own, decay in ((True, DECAY), (False, 0.0))
     ]
+    if kind == "sgd":
+        return [torch.optim.SGD(groups, lr=RATE, momentum=0.95)]
     optimizers = [torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))]
     if matrices:
         assert any("experts" in name for name in matrices)
@@ -120,7 +122,8 @@ def torch_optimizers(mains, is_muon):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("name", "distributed"), [("adam", False), ("adam", True), ("muon", False)]
+    ("name", "distributed"),
+    [("adam", False), ("adam", True), ("muon", False), ("sgd", False)],
 )
 def test_updates_are_those_of_torch_on_fp32_copies(name, distributed, dtype):
     chunk = wrapped(dtype, distributed)
@@ -129,7 +132,7 @@ def test_updates_are_those_of_torch_on_fp32_copies(name, distributed, dtype):
     parameters = dict(chunk.module.named_parameters())
     mains = {n: torch.nn.Parameter(p.detach().float().clone()) for n, p in parameters.items()}
     assert any(p.dtype == torch.float32 for p in parameters.values())
-    reference = torch_optimizers(mains, name == "muon")
+    reference = torch_optimizers(mains, name)
     for step in range(3):
         backward(chunk, step)
         for n, parameter in parameters.items():
@@ -190,7 +193,8 @@ def test_rates_rise_stay_and_fall():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"name": "muon", "distributed": True}, "splits it at any element"),
+        ({"name": "muon", "distributed": True}, "optimizer muon with distributed=true: "),
+        ({"name": "sgd", "distributed": True}, "optimizer sgd with distributed=true: "),
         ({"decay": "WSD"}, "decay_steps is None"),
         ({"decay_steps": 5}, "WSD alone has"),
         ({"min_learning_rate": 1.0}, "above the learning_rate"),

@@ -353,7 +353,7 @@ def test_an_evaluation_that_a_kill_interrupted_is_made_again(text, tmp_path, ste
     assert lines[0] == lines[1] and len(lines[0]) == STEPS + STEPS // 2
 
 
-@pytest.mark.parametrize("name", ["adam", "muon"])
+@pytest.mark.parametrize("name", ["adam", "muon", "sgd"])
 def test_the_first_line_after_a_kill_is_that_of_no_kill(text, tmp_path, name, capfd):
     class Killed(Trainer):
         def step(self, data):
