@@ -159,8 +159,13 @@ class DocumentEncoder:
         if kind is str:
             if not isinstance(prompt, str):
                 raise BrokenRecordError(f'has no text in "prompt", but {prompt!r:.80}')
-            asked, end = self.tokenizer.encode(prompt), self.tokenizer.eod
-            whole = [[*self.tokenizer.encode(prompt + each), end] for each in pair]
+            if (end := self.tokenizer.eod) is None:
+                raise BrokenRecordError(
+                    "has texts, which end with the tokenizer's end token, and it has none: give it "
+                    "an eos_token in tokenizer_config.json"
+                )
+            asked, *whole = (self.tokenizer.encode(prompt + each) for each in ("", *pair))
+            whole = [ids if ids[-1:] == [end] else [*ids, end] for ids in whole]
             start = min(common_length(asked, each) for each in whole)
             return [(ids, [(start, len(ids), 1.0)]) for ids in whole]
         if not isinstance(prompt, list):

@@ -106,7 +106,7 @@ def preprocess(
             f"the tokenizer of {folder} has no end token: give it an eos_token in "
             "tokenizer_config.json, or use --no-append-eod."
         )
-    if chat and loaded.chat_template is None:
+    if chat and not preferences and loaded.chat_template is None:
         raise ValueError(f"the tokenizer of {folder} has no chat template, which --chat needs.")
     field = key or ("messages" if chat else "text")
     arguments = folder, field, chat, append_eod, train_on, training_template, preferences

@@ -20,6 +20,7 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.training.data.batches import Batch
 from megatron_hybrid.training.data.config import DataFields
 from megatron_hybrid.training.data.datasets import build_datasets
+from megatron_hybrid.training.data.preprocess import preprocess
 from megatron_hybrid.training.dpo import DpoFields, DpoLoss
 from megatron_hybrid.training.grpo import GrpoFields, GrpoLoss
 from megatron_hybrid.training.recipe import Recipe
@@ -123,7 +124,7 @@ def test_preferences_are_texts_or_chats_as_preprocess_renders_them(tmp_path):
     before = {"role": "assistant", "content": "no", "weight": 1}
     good, bad = ({"role": "assistant", "content": each} for each in ("He was.", "It"))
     records = [
-        {"prompt": "Once upon", "chosen": " a time.", "rejected": " the sea."},
+        {"prompt": "Once upon", "chosen": " a time.<|endoftext|>", "rejected": " the sea."},
         {"prompt": [system, before, asked], "chosen": [good], "rejected": [bad]},
         {"prompt": "Who?", "chosen": [before, asked, good], "rejected": [before, asked, bad]},
         {"prompt": "Who?", "chosen": "a", "rejected": [bad]},
@@ -150,6 +151,20 @@ def test_preferences_are_texts_or_chats_as_preprocess_renders_them(tmp_path):
     ]
     assert 'two texts, or lists of messages, in "chosen" and "rejected"' in found.broken[0]
     assert found.broken[3].endswith('has "chosen", "rejected" and, for texts, "prompt"')
+
+
+def test_texts_of_preferences_need_an_end_token_and_no_template(tmp_path):
+    shutil.copytree(DEMO_FOLDER, tmp_path / "model")
+    (tmp_path / "a.jsonl").write_text('{"prompt": "Who", "chosen": " he", "rejected": " I"}')
+    files = [tmp_path / "a.jsonl"], tmp_path / "model"
+    preprocess(*files, tmp_path / "a", preferences=True, workers=1)
+    assert (tmp_path / "a.idx").exists()
+    settings = json.loads((tmp_path / "model/tokenizer_config.json").read_text())
+    (tmp_path / "model/tokenizer_config.json").write_text(
+        json.dumps({**settings, "eos_token": None})
+    )
+    with pytest.raises(ValueError, match=r"a.jsonl:1 has texts, which end with .* give it an eos_"):
+        preprocess(*files, tmp_path / "b", preferences=True, workers=1)
 
 
 def pairs(count):
