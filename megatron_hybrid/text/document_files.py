@@ -154,7 +154,7 @@ def read_chunks(path: Path, one_per_line: bool = False) -> Iterator[Chunk]:
             row = 1
             for batch, bytes_read in _batches_of_rows(path):
                 of = [(each.name, each.type) for each in batch.schema]
-                rows = [{n: _value(each[n], t) for n, t in of} for each in batch.to_pylist()]
+                rows = [{n: _value(each[n], t) for n, t in of} for each in _rows(batch)]
                 yield Chunk(path, row, rows, bytes_read)
                 row += len(batch)
             return
@@ -208,6 +208,24 @@ def _batches_of_rows(path: Path) -> Iterator[tuple[Any, int]]:
                 yield rows, rows.nbytes
 
 
+def _rows(batch: Any) -> list[dict[str, Any]]:
+    """Return the rows of a batch. A value that Python cannot hold, such as a time after the year
+    9999 or a text that is not UTF-8, becomes its error, as other fields may be all that is asked
+    for."""
+    try:
+        return batch.to_pylist()
+    except Exception:
+        columns = [[_value_or_error(value) for value in column] for column in batch.columns]
+        return [dict(zip(batch.schema.names, row)) for row in zip(*columns)]
+
+
+def _value_or_error(value: Any) -> Any:
+    try:
+        return value.as_py()
+    except Exception as error:
+        return ValueError(str(error))
+
+
 def _value(value: Any, kind: Any) -> Any:
     """Return a value of an Arrow type as JSONL has it: what `datasets` keeps as JSON is parsed, and
     mappings lose the null fields that Arrow adds because other rows have them."""
@@ -217,7 +235,10 @@ def _value(value: Any, kind: Any) -> Any:
     if isinstance(value, list) and hasattr(kind, "value_type"):
         return [_value(each, kind.value_type) for each in value]
     is_json = isinstance(value, str) and getattr(kind, "extension_name", None) == "arrow.json"
-    return json_value(value) if is_json else value
+    try:
+        return json_value(value) if is_json else value
+    except ValueError as error:
+        return error
 
 
 def _import_pyarrow() -> Any:

@@ -454,3 +454,18 @@ def test_a_record_that_would_take_gigabytes_to_encode_is_named(tmp_path, monkeyp
         *others, error = sorted(chunk.texts("text"), key=lambda each: isinstance(each, Exception))
         assert others == ([] if name == "a.txt" else ["one", "two"])
         assert f"{name}{place} has more than " in str(error) and "--one-per-line" in str(error)
+
+
+def test_values_that_python_cannot_hold_break_no_field_but_their_own(tmp_path):
+    offsets, characters = pyarrow.py_buffer(bytes([0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0])), b"a\xff"
+    texts = pyarrow.Array.from_buffers(
+        pyarrow.string(), 2, [None, offsets, pyarrow.py_buffer(characters)]
+    )
+    times = pyarrow.array([253402300800] * 2, pyarrow.timestamp("s"))  # the year 10000
+    broken_json = pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array(["{", "1"]))
+    table = pyarrow.table({"text": texts, "time": times, "json": broken_json})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    (chunk,) = read_chunks(tmp_path / "a.parquet")
+    found, error = chunk.texts("text")
+    assert found == "a" and "row 2 has no text in 'text', but " in str(error)
+    assert "utf-8" in str(error) and chunk.records[1]["json"] == 1
