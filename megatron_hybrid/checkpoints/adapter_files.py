@@ -49,8 +49,8 @@ _KINDS = {
 }
 """Fields that are read; those of `_DEFAULTS` may be left out."""
 _DEFAULTS = {"lora_dropout": 0.0, "use_rslora": False, "target_modules": [], "alpha_pattern": {}}
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
-"""First values of adapters for which peft has changed the weights of the base, too."""
+_KEEP_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+"""First values of adapters for which peft 0.21 leaves the weights of the base as they are."""
 _NOT_IN_PEFT = {
     "out_proj": "falcon_h1 falcon_mamba mamba mamba2 nemotron_h",
     "dt_proj": "falcon_mamba jamba mamba",
@@ -174,6 +174,7 @@ def read_adapter_fields(folder: Path) -> tuple[dict[str, Any], AdapterFields]:
             )
     try:
         values = read_json(path)
+        _check_supported(path, values)
         for name, kind in _KINDS.items():
             if (value := values.get(name)) is None:
                 value = _DEFAULTS.get(name)
@@ -190,16 +191,20 @@ def read_adapter_fields(folder: Path) -> tuple[dict[str, Any], AdapterFields]:
         bool(values.get("use_rslora")),
         (targets,) if isinstance(targets, str) else tuple(targets),
     )
-    refused = [name for name in _REFUSED if values.get(name)]
-    if str(values.get("init_lora_weights")).startswith(_CHANGES_BASE):
+    return values, fields
+
+
+def _check_supported(path: Path, values: Mapping[str, Any]) -> None:
+    refused = [name for name, value in _NEUTRAL.items() if values.get(name, value) != value]
+    refused += [name for name in _REFUSED if values.get(name)]
+    first = values.get("init_lora_weights")
+    if (first.lower() if isinstance(first, str) else first) not in _KEEP_BASE:
         refused.append("init_lora_weights")
-    refused += [name for name, value in _NEUTRAL.items() if values.get(name, value) != value]
     if refused:
         raise CheckpointError(
             f"{path} has {refused[0]}={values[refused[0]]!r}, which is not supported: merge the "
             "adapter into its base with peft's merge_and_unload()"
         )
-    return values, fields
 
 
 def _placed(

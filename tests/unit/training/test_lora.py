@@ -135,6 +135,8 @@ def test_adapters_of_another_model_are_refused(tmp_path):
         ({"use_dora": True}, "has use_dora=True, which is not supported: merge the adapter"),
         ({"bias": "all"}, "has bias='all', which is not supported"),
         ({"init_lora_weights": "pissa_niter_4"}, "has init_lora_weights='pissa_niter_4', which"),
+        ({"init_lora_weights": "OLoRA"}, "has init_lora_weights='OLoRA', which"),
+        ({"peft_type": "IA3", "r": None}, "has peft_type='IA3', which is not supported"),
     ):
         config.write_text(json.dumps({**fields, **change}))
         with pytest.raises(CheckpointError, match=match):
