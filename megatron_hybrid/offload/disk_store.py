@@ -105,7 +105,7 @@ class DiskStore:
         """Bytes of host memory of pending writes."""
         self._mutex = threading.Lock()  # no Condition, see `interrupts.py`
         self._wake: SimpleQueue[None] = SimpleQueue()
-        self._closing = self._closed = self._is_writing = False
+        self._closing = self._is_writing = False
         self._home = ForkGuard()
         self._error: Exception | None = None  # the last write error since `recover`
         self._retry_at: float | None = None  # None while writing works
@@ -539,10 +539,6 @@ class DiskStore:
             self._wake.put(None)
             self._wait_for_writer()
             self._readers.shutdown(cancel_futures=True)
-        if self._closed:
-            return
-        self._closed = True
-        if is_ours:
             self._index.close()
         self._pages.close(unlocks=is_ours)
 

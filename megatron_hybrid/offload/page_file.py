@@ -43,10 +43,14 @@ class PageFile:
             ) from None
 
     def close(self, *, unlocks: bool = True) -> None:
-        """Close the file. unlocks: whether to unlock it even if a forked process has it open."""
+        """Close the file, unless that is done; after an interrupt, call it again. unlocks: whether
+        to unlock it even if a forked process has it open."""
+        if self._file < 0:
+            return
         if unlocks:
             fcntl.flock(self._file, fcntl.LOCK_UN)
-        os.close(self._file)
+        file, self._file = self._file, -1
+        os.close(file)
 
     def take(self, count: int) -> np.ndarray:
         """Return the numbers of free pages, ascending, and use them. Free pages before the end of

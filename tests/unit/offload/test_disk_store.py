@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import threading
 import time
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from megatron_hybrid.offload import disk_index, disk_store
 from megatron_hybrid.offload.disk_index import FORMAT, DiskIndex
 from megatron_hybrid.offload.disk_store import CacheFolderError, DiskStore
 from megatron_hybrid.offload.offload import disk_tier
+from megatron_hybrid.offload.page_file import PageFile
 from megatron_hybrid.offload.page_mover import HostPages
 from megatron_hybrid.offload.prefix_keys import PrefixKeys
 from megatron_hybrid.offload.tier import state_record_pages
@@ -394,6 +396,16 @@ def test_a_forked_process_leaves_the_folder_alone(tier, filled):
         tier = open_tier(folder)
         assert Prompt(10).is_right_in(tier)
         tier.store.close()
+
+
+@pytest.mark.parametrize("part", [DiskIndex, PageFile])
+def test_a_close_that_was_interrupted_is_completed_by_the_next(tier, filled, monkeypatch, part):
+    with monkeypatch.context() as patch:
+        patch.setattr(part, "close", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            tier.store.close()
+    tier.store.close()
+    assert Prompt(1).is_right_in(open_tier(filled))
 
 
 def test_a_store_is_closed_by_its_own_threads(tier, filled):
