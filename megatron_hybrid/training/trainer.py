@@ -304,7 +304,8 @@ class Trainer:
                     ends = progress.step == last or self._any_rank(stop.is_set())
                     if reports:
                         reports.advance(progress.step, step.loss)
-                    if ends or _is_due(self.recipe.reports.every_steps, progress.step):
+                    is_last = progress.step == run.steps  # a stopped run reports when it goes on
+                    if is_last or _is_due(recipe.reports.every_steps, progress.step):
                         self._report(reports, step)
                     if ends or _is_due(self.recipe.checkpoints.every_steps, progress.step):
                         self.save()

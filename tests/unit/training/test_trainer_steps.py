@@ -353,8 +353,8 @@ def test_an_evaluation_that_a_kill_interrupted_is_made_again(text, tmp_path, ste
     assert lines[0] == lines[1] and len(lines[0]) == STEPS + STEPS // 2
 
 
-@pytest.mark.parametrize("name", ["adam", "muon", "sgd"])
-def test_the_first_line_after_a_kill_is_that_of_no_kill(text, tmp_path, name, capfd):
+@pytest.mark.parametrize(("name", "is_killed"), [("adam", True), ("muon", True), ("sgd", False)])
+def test_the_first_line_after_an_end_is_that_of_no_end(text, tmp_path, name, is_killed, capfd):
     class Killed(Trainer):
         def step(self, data):
             if self.progress.step == 3:
@@ -370,8 +370,13 @@ def test_the_first_line_after_a_kill_is_that_of_no_kill(text, tmp_path, name, ca
     )
     chosen.reports.every_steps = STEPS
     whole = train(chosen, tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        train(chosen, tmp_path, Killed)
+    if is_killed:
+        with pytest.raises(KeyboardInterrupt):
+            train(chosen, tmp_path, Killed)
+    else:
+        chosen.run.stop_at_step = 3
+        train(chosen, tmp_path)
+        chosen.run.stop_at_step = None
     again = train(chosen, tmp_path)
     for one, other in zip(weights(again).values(), weights(whole).values()):
         assert torch.equal(one, other)
