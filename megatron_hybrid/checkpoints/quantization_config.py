@@ -53,13 +53,13 @@ class Quantization:
             CheckpointError: a method or a field that is not read; names it.
         """
         method = str(config.get("quant_method")).lower()
-        if method not in _METHODS:
+        if method not in METHODS:
             raise CheckpointError(
                 f"{source} has a quantization_config of quant_method={config.get('quant_method')!r}"
-                f"; {', '.join(_METHODS)} are read. {_REMEDY}"
+                f"; {', '.join(METHODS)} are read. {_REMEDY}"
             )
         try:
-            said = _read(config, _METHODS[method])
+            said = _read(config, METHODS[method])
             size = said.get("group_size") or said.get("q_group_size") or 0
             _check_groups(said, size)
         except ValueError as error:
@@ -237,7 +237,7 @@ _PACKINGS = {
 }
 """`packing_format` of AutoRound -> the method and layout that have the same tensors."""
 
-_METHODS: dict[str, _Rules] = {
+METHODS: dict[str, _Rules] = {
     "fp8": {
         **_SKIPPED,
         **_fields("weight_block_size", _BLOCK),

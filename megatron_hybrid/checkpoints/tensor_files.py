@@ -33,7 +33,7 @@ PICKLED_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -48,7 +48,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _NAN_CODES = {torch.float8_e4m3fn: (127, 127), torch.float8_e8m0fnu: (255, 255)}
 """Bits that mean NaN in floats of 8 bits, and the value of NaN."""
@@ -94,12 +94,12 @@ class TensorFiles:
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor. Raise CheckpointError if it, or the tensor, is unknown."""
         stored = self._slice(name).get_dtype()
-        if stored not in _DTYPES:
+        if stored not in DTYPES:
             raise CheckpointError(
                 f"{name} in {self._where[name]} has the dtype {stored}, which is not read; known "
-                f"are {', '.join(_DTYPES)}."
+                f"are {', '.join(DTYPES)}."
             )
-        return _DTYPES[stored]
+        return DTYPES[stored]
 
     def read(self, name: str) -> Tensor:
         """Map a tensor into the CPU's memory; its bytes are read when they are used.

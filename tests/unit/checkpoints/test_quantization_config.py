@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from megatron_hybrid.checkpoints.quantization_config import _METHODS, Quantization
+from megatron_hybrid.checkpoints.quantization_config import METHODS, Quantization
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 
 COMPRESSED = {
@@ -157,9 +157,9 @@ def fields(rules, path=()):
 @pytest.mark.parametrize(
     "value", [None, True, 0, -7, 2.5, "4", "re:[", [], [3], [0, 0], {"a": None}]
 )
-@pytest.mark.parametrize("method", _METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_a_value_of_any_kind_is_read_or_refused_by_name(method, value):
-    for *path, name in fields(_METHODS[method]):
+    for *path, name in fields(METHODS[method]):
         config = {name: value}
         for outer in reversed(path):
             config = {outer: config}
@@ -193,7 +193,7 @@ def test_groups_say_which_layers_have_zero_points(groups, expected):
     assert Quantization.read(config, "config.json").announced(LAYER) == expected
 
 
-@pytest.mark.parametrize("method", _METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_a_field_that_says_nothing_is_no_reason_to_refuse(method):
     config = {"quant_method": method, "unknown": None, "others": {"of": []}}
     assert Quantization.read(config, "config.json").block_sizes

@@ -29,7 +29,7 @@ FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safete
 def some_tensors():
     """Every dtype that files hold, odd sizes, no elements, no dimensions."""
     generator = torch.Generator().manual_seed(0)
-    dtypes = [*tensor_files._DTYPES.values()]
+    dtypes = [*tensor_files.DTYPES.values()]
     tensors = {
         f"t{i}": torch.randint(0, 2, (3, i % 4 + 1), generator=generator).to(dtype)
         for i, dtype in enumerate(dtypes)
