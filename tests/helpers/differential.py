@@ -157,10 +157,10 @@ class RandomDraws:
 
     random: np.random.Generator
 
-    def _chance(self, probability: float) -> bool:
+    def chance(self, probability: float) -> bool:
         return bool(self.random.random() < probability)
 
-    def _choose(self, values):
+    def choose(self, values):
         return values[self.random.integers(len(values))]
 
     def _tokens(self, length: int) -> list[int]:
@@ -216,52 +216,52 @@ class RandomRun(RandomDraws):
             layernorm_epsilon=1e-2,
             num_residual_streams=3 if has_streams else None,
             residual_rank=5 if has_streams else None,
-            sliding_window=int(self._choose([1, 7, 16, 24, 100])),
-            attention_chunk_size=int(self._choose([1, 7, 16, 24, 100])),
-            softmax_type=str(self._choose(["vanilla", "vanilla", "off-by-one", "learnable"])),
-            attention_logit_softcap=self._choose([None, None, 2.0]),
-            attention_temperature_scale=self._choose([None, None, 0.3]),
+            sliding_window=int(self.choose([1, 7, 16, 24, 100])),
+            attention_chunk_size=int(self.choose([1, 7, 16, 24, 100])),
+            softmax_type=str(self.choose(["vanilla", "vanilla", "off-by-one", "learnable"])),
+            attention_logit_softcap=self.choose([None, None, 2.0]),
+            attention_temperature_scale=self.choose([None, None, 0.3]),
             attention_temperature_floor=16,
-            rotary_interleaved=self._chance(0.3),
-            value_l2_norm=self._chance(0.3),
-            keys_as_values=self._chance(0.3) and not {*"ZV"} & {*self.pattern},
-            layer_scalar=self._chance(0.3),
-            mamba_chunk_size=int(self._choose([4, 16, 64])),
-            linear_chunk_size=int(self._choose([4, 16, 64])),
-            position_embedding_type=str(self._choose(["rope", "none"])),
-            qk_layernorm=self._chance(0.5),
-            attention_output_gate=self._chance(0.3) and not {*"ZV"} & {*self.pattern},
-            add_bias_linear=self._chance(0.3) and not {*"ZV"} & {*self.pattern},
-            mamba1_norm=str(self._choose(["none", "weighted", "weightless"])),
-            short_conv_bias=self._chance(0.5),
-            mamba_gated_norm=str(self._choose(["gate_first", "norm_first", "none"])),
+            rotary_interleaved=self.chance(0.3),
+            value_l2_norm=self.chance(0.3),
+            keys_as_values=self.chance(0.3) and not {*"ZV"} & {*self.pattern},
+            layer_scalar=self.chance(0.3),
+            mamba_chunk_size=int(self.choose([4, 16, 64])),
+            linear_chunk_size=int(self.choose([4, 16, 64])),
+            position_embedding_type=str(self.choose(["rope", "none"])),
+            qk_layernorm=self.chance(0.5),
+            attention_output_gate=self.chance(0.3) and not {*"ZV"} & {*self.pattern},
+            add_bias_linear=self.chance(0.3) and not {*"ZV"} & {*self.pattern},
+            mamba1_norm=str(self.choose(["none", "weighted", "weightless"])),
+            short_conv_bias=self.chance(0.5),
+            mamba_gated_norm=str(self.choose(["gate_first", "norm_first", "none"])),
             mamba_norm_epsilon=1e-2,
-            mamba_proj_bias=self._chance(0.3),
-            num_shared_blocks=int(self._choose([1, 2])),
-            shared_block_attention_adapters=self._chance(0.5),
+            mamba_proj_bias=self.chance(0.3),
+            num_shared_blocks=int(self.choose([1, 2])),
+            shared_block_attention_adapters=self.chance(0.5),
             attention_output_multiplier=0.7,
             mamba_input_multiplier=1.2,
         )
 
     def _draw_pattern(self) -> str:
-        if self._chance(0.5):
-            return self._choose(self.patterns)
-        drawn = "".join(self._choose(SYMBOLS) for _ in range(self.random.integers(1, 7)))
+        if self.chance(0.5):
+            return self.choose(self.patterns)
+        drawn = "".join(self.choose(SYMBOLS) for _ in range(self.random.integers(1, 7)))
         return "S" * ("J" in drawn) + drawn  # which J reads
 
     def _draw_sizes(self) -> dict:
-        block = 16 if self.crowded else int(self._choose([16, 16, 16, 32, 64, 128, 256]))
+        block = 16 if self.crowded else int(self.choose([16, 16, 16, 32, 64, 128, 256]))
         longest = self.longest_prompt + self.longest_answer
         fields = {
-            "prefix_caching": str(self._choose((*PREFIX_CACHING_MODES, "restore", "restore"))),
+            "prefix_caching": str(self.choose((*PREFIX_CACHING_MODES, "restore", "restore"))),
             "block_size_tokens": block,
-            "max_tokens": int(self._choose([1, 7, 16, 33, 64, 200, 512])),
-            "max_requests": 8 if self.crowded else int(self._choose([1, 2, 4, 8])),
+            "max_tokens": int(self.choose([1, 7, 16, 33, 64, 200, 512])),
+            "max_requests": 8 if self.crowded else int(self.choose([1, 2, 4, 8])),
             "max_sequence_length": longest,
             "async_scheduling": self.ahead,
         }
         spec = tiny_engine(self.model, **fields, cache_bytes=64 << 20).cache.spec
-        if self.crowded or self._chance(0.6):
+        if self.crowded or self.chance(0.6):
             # A pool that holds the longest request, and little or nothing beside it.
             pages = (spec.num_blocks(longest) + 1) * sum(spec.pages_per_block) + 2
             more = 4 if self.crowded else pages + 2 * spec.checkpoint_pages
@@ -270,42 +270,42 @@ class RandomRun(RandomDraws):
         if self.tiers:
             fields["prefix_caching"] = "restore"
             least = least_capacity_bytes(spec)
-            most = max(least, self._choose([100_000, 1_000_000, 1 << 30]))
-            fields["host_cache_bytes"] = int(self._choose([0, most, most]))
-            if not fields["host_cache_bytes"] or self._chance(0.4):
+            most = max(least, self.choose([100_000, 1_000_000, 1 << 30]))
+            fields["host_cache_bytes"] = int(self.choose([0, most, most]))
+            if not fields["host_cache_bytes"] or self.chance(0.4):
                 self.folder = tempfile.TemporaryDirectory()
                 fields["cache_dir"] = self.folder.name
-                fields["disk_cache_bytes"] = max(least, int(self._choose([200_000, 1 << 30])))
+                fields["disk_cache_bytes"] = max(least, int(self.choose([200_000, 1 << 30])))
         return fields
 
     def _prompt(self) -> list[int]:
-        family = self._choose(self.families)
+        family = self.choose(self.families)
         finished = [request for request in self.requests if request.done]
-        if finished and self._chance(0.2):  # another turn of a conversation
-            request = self._choose(finished)
+        if finished and self.chance(0.2):  # another turn of a conversation
+            request = self.choose(finished)
             family = request.tokens[: request.num_tokens].tolist()
         cut = int(self.random.integers(0, len(family) + 1))
-        if self._chance(0.3):
+        if self.chance(0.3):
             cut = len(family)
-        suffix = int(self.random.integers(0, 20)) if self._chance(0.7) else 0
+        suffix = int(self.random.integers(0, 20)) if self.chance(0.7) else 0
         return (family[:cut] + self._tokens(suffix))[: self.longest_prompt] or self._tokens(1)
 
     def add(self) -> None:
         prompt = self._prompt()
-        scored = self._chance(0.3)
+        scored = self.chance(0.3)
         breakpoints = [int(p) for p in self.random.integers(1, len(prompt) + 1, 2)]
         request = self.engine.add_request(
             prompt,
             greedy(
                 int(self.random.integers(0, self.longest_answer + 1)),
                 return_log_probs=scored,
-                skip_prompt_log_probs=scored and self._chance(0.5),
-                stop_token_ids=tuple(self._tokens(2)) if self._chance(0.3) else (),
+                skip_prompt_log_probs=scored and self.chance(0.5),
+                stop_token_ids=tuple(self._tokens(2)) if self.chance(0.3) else (),
             ),
             RequestOptions(
-                salt=str(self._choose(["", "", "", "other"])),
-                cache_breakpoints=breakpoints if self._chance(0.3) else [],
-                n=int(min(self._choose([1, 1, 1, 2, 4]), self.fields["max_requests"])),
+                salt=str(self.choose(["", "", "", "other"])),
+                cache_breakpoints=breakpoints if self.chance(0.3) else [],
+                n=int(min(self.choose([1, 1, 1, 2, 4]), self.fields["max_requests"])),
             ),
         )
         self.requests += request.samples
@@ -336,24 +336,24 @@ class RandomRun(RandomDraws):
     def cancel(self) -> None:
         open_requests = [r for r in self.requests if not r.closed and not r.sample_index]
         if open_requests:
-            self.engine.cancel(self._choose(open_requests))
+            self.engine.cancel(self.choose(open_requests))
             self.engine.check_integrity()
 
     def run(self) -> None:
         to_add = self.num_requests
         while to_add or self.engine.has_work:
-            if to_add and self._chance(0.4):
+            if to_add and self.chance(0.4):
                 self.add()
                 to_add -= 1
-            elif self._chance(0.03):
+            elif self.chance(0.03):
                 self.cancel()
-            elif self._chance(0.03):
+            elif self.chance(0.03):
                 self.fail()
-            elif self._chance(0.15 if self.tiers else 0.03):
+            elif self.chance(0.15 if self.tiers else 0.03):
                 self.engine.cache.evict(int(self.random.integers(1, 500 if self.tiers else 20)))
-            elif self._chance(0.01):
+            elif self.chance(0.01):
                 self.engine.cache.clear()
-            elif "cache_dir" in self.fields and self._chance(0.01):
+            elif "cache_dir" in self.fields and self.chance(0.01):
                 self.restart()
             else:
                 self.step()

@@ -136,19 +136,19 @@ class DraftedRun(RandomDraws):
 
     def __post_init__(self):
         self.random = np.random.default_rng(self.seed)
-        pattern = "".join(self._choose(SYMBOLS) for _ in range(self.random.integers(1, 4)))
+        pattern = "".join(self.choose(SYMBOLS) for _ in range(self.random.integers(1, 4)))
         pattern = "S" * ("J" in pattern) + pattern  # which J reads
         if self.scale > 1:
-            pattern = self._choose(PATTERNS)
+            pattern = self.choose(PATTERNS)
         self.drafter = list(DRAFTERS)[(self.seed + self.seed // 12) % len(DRAFTERS)]
         if self.drafter == "part":
-            pattern += "/" + self._choose(["*", "*-*", "+E"])
+            pattern += "/" + self.choose(["*", "*-*", "+E"])
         self.model = tiny_model(
             pattern,
             layernorm_epsilon=1e-2,
             mamba_norm_epsilon=1e-2,
-            sliding_window=int(self._choose([7, 24])),
-            mamba_chunk_size=int(self._choose([4, 16])),
+            sliding_window=int(self.choose([7, 24])),
+            mamba_chunk_size=int(self.choose([4, 16])),
         )
         self.kind = list(KINDS)[self.seed % len(KINDS)]
         self.is_sequential = self.kind == "sequential"
@@ -157,19 +157,19 @@ class DraftedRun(RandomDraws):
         modes = ("restore",) if self.has_tier else (*PREFIX_CACHING_MODES, "restore", "restore")
         longest = self.scale * (50 if self.kind == "crowded" else 100)
         self.fields = {
-            "prefix_caching": str(self._choose(modes)),
+            "prefix_caching": str(self.choose(modes)),
             "state_encoding": "exact",
-            "block_size_tokens": int(self._choose([16, 16, 32])),
-            "max_tokens": int(self._choose([7, 33, 200])),
+            "block_size_tokens": int(self.choose([16, 16, 32])),
+            "max_tokens": int(self.choose([7, 33, 200])),
             # Each number of decodes has a graph.
-            "max_requests": 3 if self.has_graphs else int(self._choose([3, 6, 10])),
+            "max_requests": 3 if self.has_graphs else int(self.choose([3, 6, 10])),
             "max_sequence_length": longest,
             # The keys of a part take pages, and as much is to be left for what is cached.
             "cache_bytes": (4 << 20 if self.drafter == "part" else 1 << 20) * self.scale,
-            "logprobs_mode": str(self._choose(["raw_logprobs", "processed_logprobs"])),
+            "logprobs_mode": str(self.choose(["raw_logprobs", "processed_logprobs"])),
         }
         if self.is_sequential:  # side by side, requests may resume at other states, rounded ones
-            self.fields["state_encoding"] = str(self._choose(STATE_ENCODINGS))
+            self.fields["state_encoding"] = str(self.choose(STATE_ENCODINGS))
         if self.kind == "crowded":
             kinds = ("off", "mtp") if self.drafter == "part" else ("off",)
             more = int(self.random.integers(0, 3))
@@ -182,8 +182,8 @@ class DraftedRun(RandomDraws):
         prompts, self.lengths = [20, 35], [0, 1, 4, 8, 8]
         if self.kind == "crowded":  # many start, and their answers need more than there is
             prompts, self.lengths = [3, 8], [1, 24, 32]
-        self.most = int(self._choose([1, 2, 3, 5]))
-        self.families = [self._tokens(self.scale * int(self._choose(prompts))) for _ in range(2)]
+        self.most = int(self.choose([1, 2, 3, 5]))
+        self.families = [self._tokens(self.scale * int(self.choose(prompts))) for _ in range(2)]
         self.script = [self._ask(i) for i in range(self.num_requests)]
 
     def _least_bytes(self, engine: DynamicInferenceEngine, more: int) -> int:
@@ -193,43 +193,43 @@ class DraftedRun(RandomDraws):
         return (num_blocks * sum(spec.pages_per_block) + 2 + more) * spec.page_bytes
 
     def _ask(self, index: int) -> Asked:
-        family = self._choose(self.families)
-        cut = len(family) if self._chance(0.4) else int(self.random.integers(0, len(family) + 1))
-        turn_of = int(self.random.integers(index)) if index and self._chance(0.1) else None
+        family = self.choose(self.families)
+        cut = len(family) if self.chance(0.4) else int(self.random.integers(0, len(family) + 1))
+        turn_of = int(self.random.integers(index)) if index and self.chance(0.1) else None
         more = self._tokens(int(self.random.integers(1, 12)))
         prompt = more if turn_of is not None else family[:cut] + more
         params = SamplingParams(
             **{"top_k": 1}
-            if self._chance(0.5)
+            if self.chance(0.5)
             else {
-                "temperature": float(self._choose([0.3, 1.0])),
-                "top_p": float(self._choose([0.0, 0.5, 0.95])),
-                "top_k": int(self._choose([0, 5])),
+                "temperature": float(self.choose([0.3, 1.0])),
+                "top_p": float(self.choose([0.0, 0.5, 0.95])),
+                "top_k": int(self.choose([0, 5])),
             },
             seed=int(self.random.integers(1 << 30)),
-            num_tokens_to_generate=self.scale * int(self._choose(self.lengths)),
-            stop_token_ids=tuple(self._tokens(3)) if self._chance(0.3) else (),
-            stop_words=("a", "STOP", "gh") if self._chance(0.3) else (),
-            detokenize_stop_sequence=self._chance(0.3),
+            num_tokens_to_generate=self.scale * int(self.choose(self.lengths)),
+            stop_token_ids=tuple(self._tokens(3)) if self.chance(0.3) else (),
+            stop_words=("a", "STOP", "gh") if self.chance(0.3) else (),
+            detokenize_stop_sequence=self.chance(0.3),
         )
-        scored = self._chance(0.3)
+        scored = self.chance(0.3)
         params = replace(
             params,
             return_log_probs=scored,
-            skip_prompt_log_probs=scored and self._chance(0.7),
-            top_n_logprobs=2 if scored and self._chance(0.5) else 0,
-            repetition_penalty=1.3 if self._chance(0.2) else 1.0,
-            frequency_penalty=0.5 if self._chance(0.2) else 0.0,
-            min_tokens=min(3, params.num_tokens_to_generate) if self._chance(0.2) else 0,
+            skip_prompt_log_probs=scored and self.chance(0.7),
+            top_n_logprobs=2 if scored and self.chance(0.5) else 0,
+            repetition_penalty=1.3 if self.chance(0.2) else 1.0,
+            frequency_penalty=0.5 if self.chance(0.2) else 0.0,
+            min_tokens=min(3, params.num_tokens_to_generate) if self.chance(0.2) else 0,
         )
-        guide = self._choose(GUIDES) if self._chance(0.15) else None
-        if guide is None and self._chance(0.2):
+        guide = self.choose(GUIDES) if self.chance(0.15) else None
+        if guide is None and self.chance(0.2):
             params = replace(params, bad_words_ids=(self._tokens(1), self._tokens(2)))
         options = RequestOptions(
             guide=guide,
-            salt=str(self._choose(["", "", "other"])),
-            n=1 if self.is_sequential else int(self._choose([1, 1, 1, 3])),
-            priority=int(self._choose([0, 0, 1])),
+            salt=str(self.choose(["", "", "other"])),
+            n=1 if self.is_sequential else int(self.choose([1, 1, 1, 3])),
+            priority=int(self.choose([0, 0, 1])),
         )
         return Asked(prompt, turn_of, params, options)
 

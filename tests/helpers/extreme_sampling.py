@@ -197,35 +197,33 @@ class Round(RandomDraws):
         self.requests = [self._ask() for _ in range(16)]
         self.faults = {}
         for _, params, _ in self.requests:
-            if self._chance(0.4):
-                self.faults[params.seed] = self._choose(list(FAULTS)), int(self._choose(range(4)))
+            if self.chance(0.4):
+                self.faults[params.seed] = self.choose(list(FAULTS)), int(self.choose(range(4)))
 
     def extremes(self) -> dict:
         """Some fields with legal values."""
-        return {
-            name: self._choose(values) for name, values in EXTREMES.items() if self._chance(0.4)
-        }
+        return {name: self.choose(values) for name, values in EXTREMES.items() if self.chance(0.4)}
 
     def _ask(self) -> tuple[list[int], SamplingParams, RequestOptions]:
         def tokens(most: int) -> list[int]:
             return self.random.integers(0, VOCAB_SIZE, self.random.integers(1, most + 1)).tolist()
 
-        scored, bans = self._chance(0.4), self._chance(0.2)
+        scored, bans = self.chance(0.4), self.chance(0.2)
         fields = self.extremes() | {"seed": int(self.random.integers(1 << 40))}
         params = SamplingParams(
             **fields,
-            num_tokens_to_generate=int(self._choose([0, 1, 4, 6])),
-            logit_bias={t: self._choose(BIASES) for t in tokens(97)} if self._chance(0.3) else None,
-            allowed_token_ids=tokens(3) if not bans and self._chance(0.15) else None,
+            num_tokens_to_generate=int(self.choose([0, 1, 4, 6])),
+            logit_bias={t: self.choose(BIASES) for t in tokens(97)} if self.chance(0.3) else None,
+            allowed_token_ids=tokens(3) if not bans and self.chance(0.15) else None,
             bad_words_ids=[[token] for token in tokens(60)] if bans else (),
-            stop_token_ids=tokens(3) if self._chance(0.2) else (),
+            stop_token_ids=tokens(3) if self.chance(0.2) else (),
             return_log_probs=scored,
-            skip_prompt_log_probs=scored and self._chance(0.5),
-            top_n_logprobs=int(self._choose([1, 97, 10**9])) if scored else 0,
+            skip_prompt_log_probs=scored and self.chance(0.5),
+            top_n_logprobs=int(self.choose([1, 97, 10**9])) if scored else 0,
         )
         is_free = not bans and params.allowed_token_ids is None
-        guide = self._choose(GUIDES) if is_free and self._chance(0.2) else None
-        return tokens(9), params, RequestOptions(guide=guide, n=int(self._choose([1, 1, 3])))
+        guide = self.choose(GUIDES) if is_free and self.chance(0.2) else None
+        return tokens(9), params, RequestOptions(guide=guide, n=int(self.choose([1, 1, 3])))
 
     def _fault(self, draw: Draw) -> str | None:
         fault, first = self.faults.get(draw.seed, (None, 0))
@@ -234,7 +232,7 @@ class Round(RandomDraws):
     def run(self) -> None:
         """Raises AssertionError where a draw is wrong, or another request changes an answer."""
         fields = {
-            "logprobs_mode": str(self._choose(["raw_logprobs", "processed_logprobs"])),
+            "logprobs_mode": str(self.choose(["raw_logprobs", "processed_logprobs"])),
             "prefix_caching": "off",
             "warm_up": False,
         }
@@ -251,7 +249,7 @@ class Round(RandomDraws):
             if drafts:
                 known = dict(enumerate(t for group in expected for t, *_ in group))
                 draft_with(engine, Failing() if self.seed % 4 == 1 else Oracle(known, 0.3))
-            size = int(self._choose([1, 4, 97]))
+            size = int(self.choose([1, 4, 97]))
             with watched_draws(engine.runner, self._fault, self.counts, size):
                 found = self._answers(engine, self.requests)
             assert engine.stats()["step_failures"] == 0
@@ -294,7 +292,7 @@ class HttpRounds:
         source = Round(seed, self.counts)
         bodies = [self._body(source) for _ in range(8)]
         runner, fault_of = self.service.engine._engine.runner, self._fault
-        with watched_draws(runner, fault_of, self.counts, int(source._choose([16, 4096]))):
+        with watched_draws(runner, fault_of, self.counts, int(source.choose([16, 4096]))):
             alone = [await self._post(body) for body, _ in bodies]
             together = await asyncio.gather(*(self._post(body) for body, _ in bodies))
         for (body, illegal), own, other in zip(bodies, alone, together, strict=True):
@@ -315,14 +313,14 @@ class HttpRounds:
     def _body(self, source: Round) -> tuple[dict, list[str]]:
         seed = int(source.random.integers(1 << 40))
         body = source.extremes() | {"prompt": "Once upon a", "max_tokens": 3, "seed": seed}
-        if source._chance(0.3):
+        if source.chance(0.3):
             body["logprobs"] = 2
-        if source._chance(0.3):
-            body["logit_bias"] = {str(i * 7): source._choose(BIASES) for i in range(99)}
-        if source._chance(0.3):
-            self._faults[seed] = source._choose(list(FAULTS))
-        illegal = [name for name in ILLEGAL if source._chance(0.04)]
-        return body | {name: source._choose(ILLEGAL[name]) for name in illegal}, illegal
+        if source.chance(0.3):
+            body["logit_bias"] = {str(i * 7): source.choose(BIASES) for i in range(99)}
+        if source.chance(0.3):
+            self._faults[seed] = source.choose(list(FAULTS))
+        illegal = [name for name in ILLEGAL if source.chance(0.04)]
+        return body | {name: source.choose(ILLEGAL[name]) for name in illegal}, illegal
 
     async def _post(self, body: dict) -> tuple[int, str | tuple]:
         answer = await self._client.post("/v1/completions", json=body)

@@ -135,7 +135,8 @@ class NotedCompiles:
     def __init__(self) -> None:
         self.names: list[str] = []
         """Module and function of each."""
-        self._places: list[tuple[dict, Any]] = []
+        self.places: list[tuple[dict, Any]] = []
+        """Where its launches look for each."""
         noted, nothing = self, SimpleNamespace(function=None, packed_metadata=None)
         nothing.run = nothing.launch_metadata = lambda *_: None
 
@@ -143,17 +144,17 @@ class NotedCompiles:
             noted.names.append(f"{self.module}.{self.__name__}")
             kernels = self.device_caches[device][0]
             kernels[key] = nothing
-            noted._places.append((kernels, key))
+            noted.places.append((kernels, key))
             return nothing
 
         JITFunction._do_compile = note
 
     def forget(self) -> None:
         """Begin anew, as if nothing were compiled."""
-        for kernels, key in self._places:
+        for kernels, key in self.places:
             del kernels[key]
         self.names.clear()
-        self._places.clear()
+        self.places.clear()
 
 
 def one_config() -> None:
