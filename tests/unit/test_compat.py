@@ -58,20 +58,17 @@ def test_older_releases_are_refused(version, monkeypatch):
 
 
 @pytest.mark.parametrize(("version", "warned"), [((0, 19, 9), 0), ((0, 20, 0), 1), ((1, 2, 3), 1)])
-def test_newer_releases_are_warned_of(version, warned):
+def test_newer_releases_are_warned_of_before_a_part_that_they_lack_fails(
+    version, warned, monkeypatch
+):
+    monkeypatch.setattr(package_info, "VERSION", (*version, ""))
+    monkeypatch.setitem(sys.modules, "megatron.core.models.backends", None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        compat._check_version(version)
-    message = f"megatron-core {'.'.join(map(str, version))} is installed; megatron_hybrid is tested"
+        assert "import of megatron.core.models.backends halted" in import_error()
+    found = f"megatron-core {'.'.join(map(str, version))} is installed; megatron_hybrid is tested"
+    message = f"{found} with 0.16.1 up to 0.19.x"
     assert [str(each.message)[: len(message)] for each in caught] == [message] * warned
-
-
-def test_a_part_that_a_newer_release_lacks_fails_after_the_warning(monkeypatch):
-    monkeypatch.setattr(package_info, "VERSION", (0, 20, 0, ""))
-    monkeypatch.setitem(sys.modules, "megatron.core.models.backends", None)
-    with pytest.warns(UserWarning, match="tested with 0.16.1 up to 0.19.x"):
-        error = import_error()
-    assert "import of megatron.core.models.backends halted" in error
 
 
 @pytest.mark.parametrize(

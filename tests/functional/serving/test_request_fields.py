@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from docs_tools.reference import escaped, expand
 from megatron_hybrid.inference.async_stream import AsyncStream
-from megatron_hybrid.serving import app
+from megatron_hybrid.serving import admission, app
 from megatron_hybrid.serving.app import create_app, rename_error_fields
 from megatron_hybrid.serving.http.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.parsers.choice import REASONING_PARSERS
@@ -688,14 +688,14 @@ def test_a_prompt_is_cut_to_its_last_tokens(call):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_waits_once_the_engine_has_it(call, monkeypatch, stream):
     """While it is prepared, the engine does not stall."""
+    monkeypatch.setattr(admission, "STALL_SECONDS", 0)
     found = []
 
     def note(owner, name):
         function = getattr(owner, name)
 
         def noted(*given, **more):
-            (ticket,) = call.service.admission._tickets
-            found.append(ticket.waits_since is not None)
+            found.append(call.service.admission.stall is not None)
             return function(*given, **more)
 
         monkeypatch.setattr(owner, name, noted)

@@ -252,11 +252,11 @@ def test_every_rank_takes_the_weights_of_a_trainer(ranks):
         (rollout,) = trainer.generate([prompt], 1, **drawn)
         assert rollout.answer == expected.token_ids != before.answer
         assert rollout.log_probs == pytest.approx(expected.log_probs, abs=1e-4)
-        trainer._all("/sleep?mode=keep")
+        httpx.post(f"{ranks.url}/sleep?mode=keep", timeout=LIMIT_S).raise_for_status()
         assert httpx.get(f"{ranks.url}/is_sleeping", timeout=LIMIT_S).json() == {
             "is_sleeping": True
         }
-        trainer._all("/wake_up")
+        httpx.post(f"{ranks.url}/wake_up", timeout=LIMIT_S).raise_for_status()
     with pytest.raises(RuntimeError, match=r"answers 400.*no tensor wrong"):
         trainer.send([("wrong", torch.zeros(2))])
     assert trainer.generate([prompt], 1, **drawn)[0].answer == expected.token_ids

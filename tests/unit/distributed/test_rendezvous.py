@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -22,16 +23,23 @@ from megatron_hybrid.distributed.rendezvous import (
     ends_with,
     exchange,
     join,
+    own_member,
 )
 from megatron_hybrid.models.sharding.parallel_setup import job_store
 
 SIZE = 3
 RANKS = range(SIZE)
+NAMESPACE = own_member().namespace
+
+
+@pytest.fixture
+def store():
+    return dist.HashStore()
 
 
 @pytest.fixture(autouse=True)
-def job(monkeypatch):
-    store, own = dist.HashStore(), threading.local()
+def job(store, monkeypatch):
+    own = threading.local()
     monkeypatch.setattr(rendezvous, "_store", lambda: store)
     monkeypatch.setattr(rendezvous, "_is_job", lambda: True)
     monkeypatch.setattr(rendezvous, "own_member", lambda: Member(own.rank, f"host{own.rank}", 0))
@@ -81,10 +89,10 @@ def beside(job, monkeypatch):
     """Runs `work(rank)` on ranks 0 and 1, beside a process that is rank 2."""
 
     def on_two(other, work):
-        namespace, pids = rendezvous._namespace(), {0: os.getpid(), 1: os.getpid(), 2: other}
+        pids = {0: os.getpid(), 1: os.getpid(), 2: other}
 
         def own_member():
-            return Member(job.rank, "here", pids[job.rank], namespace)
+            return Member(job.rank, "here", pids[job.rank], NAMESPACE)
 
         monkeypatch.setattr(rendezvous, "own_member", own_member)
         on_ranks(job, lambda rank: None, [2])  # which announces it
@@ -97,15 +105,15 @@ def beside(job, monkeypatch):
     return on_two
 
 
-def wait_for_both():
+def wait_for_both(store):
     """Until ranks 0 and 1 are at the first meeting: who comes later waits for the next call."""
-    here = [f"{rendezvous._PREFIX}/0.1.2/1/{other}" for other in (0, 1)]
-    wait_until(lambda: rendezvous._store().check(here))
+    here = [f"megatron_hybrid/0.1.2/1/{other}" for other in (0, 1)]
+    wait_until(lambda: store.check(here))
 
 
-def test_a_rank_whose_process_has_ended_is_not_waited_for(beside):
+def test_a_rank_whose_process_has_ended_is_not_waited_for(beside, store):
     gone = forked(signal.pause)
-    threading.Thread(target=lambda: (wait_for_both(), os.kill(gone, signal.SIGKILL))).start()
+    threading.Thread(target=lambda: (wait_for_both(store), os.kill(gone, signal.SIGKILL))).start()
     said = f"rank 2 on here (process {gone}) has ended, for which rank 0 on here waits: a call"
     assert beside(gone, lambda rank: exchange("a call", rank, RANKS, 60.0)) == [said] * 2
 
@@ -117,12 +125,15 @@ def test_a_rank_whose_process_is_stopped_is_not_waited_for(beside, monkeypatch):
     assert one == other and one.startswith(f"rank 2 on here (process {pid}) is stopped for 0 s, ")
 
 
-def test_a_rank_that_has_ended_on_another_machine_has_told_it(job):
+def test_a_rank_that_has_ended_on_another_machine_has_told_it(job, store, monkeypatch):
+    ends = []
+    monkeypatch.setattr("atexit.register", lambda *call: ends.append(partial(*call)))
+
     def work(rank):
         if rank < 2:
             return exchange("a call", rank, RANKS, 60.0)
-        wait_for_both()
-        return rendezvous._tell_end(os.getpid())
+        wait_for_both(store)
+        return ends[0]()
 
     given = on_ranks(job, work)
     assert {str(error) for error in given[:2]} == {
@@ -150,10 +161,8 @@ def test_a_call_of_torch_ends_with_the_ranks_that_it_waits_for(job, monkeypatch,
     monkeypatch.setattr(rendezvous, "LEAVE_SECONDS", 0.1)
     job.rank = 0
     gone = forked(lambda: None)
-    members = [Member(1, "host0", gone, rendezvous._namespace())]
-    monkeypatch.setattr(
-        rendezvous, "own_member", lambda: Member(0, "host0", 0, rendezvous._namespace())
-    )
+    members = [Member(1, "host0", gone, NAMESPACE)]
+    monkeypatch.setattr(rendezvous, "own_member", lambda: Member(0, "host0", 0, NAMESPACE))
 
     def wait():
         with ends_with(members, "a collective"):

@@ -49,7 +49,7 @@ def test_factors_of_nearly_one_survive_half_precision():
 def test_the_norm_of_a_residual_sum_is_made_with_it():
     config = small_config("-*-", params_dtype=torch.bfloat16)
     model = build_hybrid_model(config).eval()
-    norms = [layer._modules[layer.norm_name] for layer in model.decoder.layers]
+    norms = [getattr(layer, layer.norm_name) for layer in model.decoder.layers]
     norms.append(model.decoder.final_norm)
     calls = []
     for norm in norms:

@@ -140,7 +140,7 @@ def test_layers_of_several_streams_are_recomputed_by_groups():
 def test_outputs_of_recomputed_norms_and_of_a_mixer_beside_them_are_not_kept(modules):
     fields = {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
     model, outputs = build_hybrid_model(small_config("MGC*-+", **fields)).train(), []
-    observed = [layer._modules[layer.norm_name] for layer in model.decoder.layers]
+    observed = [getattr(layer, layer.norm_name) for layer in model.decoder.layers]
     observed += [model.decoder.layers[4].mlp.linear_fc1] if "mlp" in modules else []
 
     def note(module, args, output):

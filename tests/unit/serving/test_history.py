@@ -56,24 +56,26 @@ async def test_samples_are_taken_until_the_engine_is_closed_and_one_when_asked(m
 
 
 def test_two_days_keep_as_many_points_as_each_plot_has_and_lose_no_growth(monkeypatch):
-    found = History(CountingEngine(10**9))
+    engine = CountingEngine(10**9)
+    found = History(engine)
     for number in range(2 * 86400 // 5):
         found.add(5.0 * number, counted(number), EMPTY)
-    assert sum(map(len, found._points.values())) == sum(s // d + 1 for s, d in SPANS.items())
-    found._engine.num = number
+    engine.num = number
     for span, step in SPANS.items():
         columns = columns_at(found, 5.0 * number + 1, span, monkeypatch)
         times, counts = columns["time"], columns["generation_tokens"]
         assert times[-1] - times[0] == pytest.approx(span, abs=step)
+        assert len(times) == span // step + 1
         assert np.diff(counts[:-1]).tolist() == [step // 5] * (len(counts) - 2)
 
 
 def test_a_point_of_a_queue_is_its_longest(monkeypatch):
-    found = History(CountingEngine(10))
+    engine = CountingEngine(10)
+    found = History(engine)
     for second, waiting in enumerate([0, 0, 9, 0, 0]):
         stats = counted(0) | {"requests_waiting": waiting}
         found.add(30.0 + second, defaultdict(int, stats), EMPTY)
-    found._engine.num = 0
+    engine.num = 0
     assert columns_at(found, 36.0, 3600, monkeypatch)["requests_waiting"] == [0, 9]
 
 
@@ -92,13 +94,14 @@ def test_percentiles_are_within_the_bounds_around_those_of_numpy():
 
 
 def test_percentiles_of_a_point_are_of_its_own_time(monkeypatch):
-    found, measured = History(CountingEngine(10)), Histogram()
+    engine, measured = CountingEngine(10), Histogram()
+    found = History(engine)
     for minute, seconds in enumerate([0.01, 4.0, None]):
         times = (measured.counts[:], measured.longest[:])
         found.add(60.0 * minute, counted(0), {**EMPTY, "inter_token_latency_seconds": times})
         if seconds:
             measured.observe(seconds, 100)
-    found._engine.counts = {**EMPTY, "inter_token_latency_seconds": times}
+    engine.counts = {**EMPTY, "inter_token_latency_seconds": times}
     columns = columns_at(found, 121.0, 3600, monkeypatch)
     first, *rest = columns["inter_token_latency_seconds_p50"]
     assert first is None and 0.005 < rest[0] <= 0.01 and 2 < rest[1] <= 5

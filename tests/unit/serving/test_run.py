@@ -12,7 +12,7 @@ import pytest
 from waiting import LIMIT_S
 
 from megatron_hybrid.serving.request_middleware import access
-from megatron_hybrid.serving.run import Address, _PlainLines, log_lines
+from megatron_hybrid.serving.run import Address, log_lines
 
 
 class SlowStream(io.StringIO):
@@ -31,9 +31,10 @@ class SlowStream(io.StringIO):
 
 
 @pytest.fixture
-def stream(monkeypatch):
-    """A slow stderr, to which the loggers of this program write."""
+def stream(monkeypatch, request):
+    """A slow stderr, to which the loggers of this program write; param: it is a terminal."""
     stream, ends = SlowStream(), []
+    stream.isatty = lambda: getattr(request, "param", False)
     loggers = [logging.getLogger(name) for name in ("megatron_hybrid", "uvicorn")]
     before = [(own.handlers, own.propagate, own.level) for own in loggers]
     monkeypatch.setattr("sys.stderr", stream)
@@ -67,12 +68,14 @@ def test_lines_are_json_however_late_they_are_read(stream):
     assert "ValueError: no room" in failed["error"]
 
 
-def test_a_terminal_gets_plain_lines():
+@pytest.mark.parametrize("stream", [True], indirect=True)
+def test_a_terminal_gets_plain_lines(stream):
     line = {"method": "POST", "path": "/v1/completions", "status": 200, "ms": 35.4}
     line |= {"prompt_tokens": 1400, "completion_tokens": 40, "prefix": [{"skipped_tokens": 1200}]}
-    name = "megatron_hybrid.serving.access"
-    record = logging.LogRecord(name, logging.INFO, "", 0, "%s", (line,), None)
-    text = _PlainLines().format(record)
+    access.info("%s", line)
+    stream.reads.set()
+    assert stream.num_lines.acquire(timeout=LIMIT_S)
+    text = stream.getvalue().rstrip()
     assert re.fullmatch(r"\d\d:\d\d:\d\d POST /v1/completions 200 in 35 ms: 1,400 .*", text)
     assert text.endswith("1,400 prompt tokens, 1,200 of them skipped; 40 generated")
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import signal
 from functools import partial
 from types import SimpleNamespace
 
@@ -125,12 +126,12 @@ async def test_a_second_signal_ends_the_requests_that_run():
     running = fake_service(never)
     running.end_now = lambda: aborted.append(True)
     server = server_of(running)
-    server._take_signal()
-    assert not server.should_exit and not aborted
-    server._take_signal()
-    assert server.should_exit and aborted and not server.force_exit
-    server._take_signal()
-    assert server.force_exit
+    seen = []
+    for _ in range(3):
+        server.handle_exit(signal.SIGINT, None)
+        await asyncio.sleep(0)
+        seen.append((server.should_exit, bool(aborted), server.force_exit))
+    assert seen == [(False, False, False), (True, True, False), (True, True, True)]
 
 
 async def test_a_server_ends_when_a_rank_has_failed(caplog):

@@ -7,6 +7,7 @@ import pytest
 from followed_tree import drawn
 from simulator import SPECS, Simulator
 
+from megatron_hybrid.cache import prefix_cache
 from megatron_hybrid.cache.index import journal
 from megatron_hybrid.cache.index.prefix_index import SEQUENCE_TOKENS
 from megatron_hybrid.cache.prefix_cache import PrefixCache
@@ -50,8 +51,8 @@ async def follow(most_edges: int, monkeypatch) -> list[Client]:
     monkeypatch.setattr(tree_feed, "_SLICE", 16)
     monkeypatch.setattr(journal, "MAX_REMOVED", 40)
     random = np.random.default_rng(7)
+    monkeypatch.setattr(prefix_cache, "known_limit", lambda *pool: 40 * SEQUENCE_TOKENS)
     cache = PrefixCache(SPECS["hybrid"], 60)
-    cache._known_limit = 40 * SEQUENCE_TOKENS
     clients, simulator = [Client() for _ in range(3)], Simulator(cache)
 
     async def changes(since, limit, num_tokens):

@@ -3,6 +3,7 @@
 import os
 import signal
 
+import psutil
 import pytest
 
 from megatron_hybrid.text.guide import Guide
@@ -39,26 +40,31 @@ def test_a_guide_that_would_end_the_process_or_hold_a_cpu_is_refused(make):
     Guide.json_schema(chain(64))  # the next guide has a process again
 
 
+def begun() -> tuple[Trial, psutil.Process]:
+    """A trial, and its process."""
+    trial, before = Trial(), psutil.Process().children()
+    assert trial.error_of(GRAMMAR) == ""
+    (process,) = set(psutil.Process().children()) - set(before)
+    return trial, process
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_from_outside_costs_no_guide(number):
-    trial = Trial()
-    assert trial.error_of(GRAMMAR) == ""
-    os.kill(trial._process.pid, number)
+    trial, process = begun()
+    process.send_signal(number)
     assert trial.error_of(GRAMMAR) == ""
 
 
 def test_a_guide_that_ends_the_process_is_refused():
-    trial = Trial()
-    assert trial.error_of(GRAMMAR) == ""
+    trial, process = begun()
     for number in (signal.SIGSTOP, signal.SIGXCPU, signal.SIGCONT):
-        trial._process.send_signal(number)
+        process.send_signal(number)
     assert "more than 3 s of a CPU or 512 MiB" in trial.error_of(GRAMMAR)
     assert trial.error_of(GRAMMAR) == ""
 
 
 def test_a_fork_has_a_process_of_its_own():
-    trial = Trial()
-    assert trial.error_of(GRAMMAR) == ""
+    trial, _ = begun()
     child = os.fork()
     if child == 0:
         os._exit(0 if trial.error_of(GRAMMAR) == "" else 1)

@@ -1039,37 +1039,42 @@ def test_other_threads_run_while_a_long_text_is_taken(trained, call):
 def test_marks_of_calls_become_text_and_ends_stay_special(write):
     """Answers show them, guides may ask for them, and prompts keep their tokens."""
     tokenizer = Tokenizer.from_folder(folder_with(write, CHATML))
-    special = [t for t in tokenizer._tokenizer.get_added_tokens_decoder().values() if t.special]
-    mark = next(t.content for t in special if t.content != tokenizer._settings.get("eos_token"))
-    ids = tokenizer.tokenize(f"a{mark}b", add_special_tokens=False)
-    assert mark not in tokenizer.detokenize(ids)
-    assert mark.encode() not in tokenizer.token_bytes
-    tokenizer.show_special_tokens([f"<{mark}>", tokenizer._settings.get("eos_token", "")])
-    assert tokenizer.tokenize(f"a{mark}b", add_special_tokens=False) == ids
-    assert mark in tokenizer.detokenize(ids)
-    (index,) = tokenizer.tokenize(mark, add_special_tokens=False)
-    assert tokenizer.token_bytes[index] == mark.encode()
+    ids = tokenizer.tokenize(f"a{START}b", add_special_tokens=False)
+    assert START not in tokenizer.detokenize(ids)
+    assert START.encode() not in tokenizer.token_bytes
+    tokenizer.show_special_tokens([f"<{START}>", EOS])
+    assert tokenizer.tokenize(f"a{START}b", add_special_tokens=False) == ids
+    assert START in tokenizer.detokenize(ids)
+    (index,) = tokenizer.tokenize(START, add_special_tokens=False)
+    assert tokenizer.token_bytes[index] == START.encode()
     assert all(not tokenizer.token_bytes[end] for end in tokenizer.end_tokens)
 
 
-def counting(monkeypatch) -> list[int]:
-    """The characters of each text that is tokenized from now on."""
-    sizes, encode = [], Tokenizer._encode
+class Counting:
+    """A tokenizer that notes the characters of each text."""
 
-    def counted(self, text, add_special_tokens):
-        sizes.append(len(text))
-        return encode(self, text, add_special_tokens)
+    def __init__(self, trained):
+        self.inner, self.sizes = tokenizers.Tokenizer.from_str(trained), []
 
-    monkeypatch.setattr(Tokenizer, "_encode", counted)
-    return sizes
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def encode(self, text, **options):
+        return self.encode_batch([text], **options)[0]
+
+    def encode_batch(self, texts, **options):
+        self.sizes += map(len, texts)
+        return self.inner.encode_batch(texts, **options)
 
 
 def test_a_long_text_is_counted_piece_by_piece(trained, monkeypatch):
-    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(trained))
+    counting = Counting(trained)
+    tokenizer, sizes = Tokenizer(counting), counting.sizes
     long, short = "x" * 8500, " assistant system tool" * 400
     num_tokens = len(tokenizer.tokenize(long))
     monkeypatch.setattr("megatron_hybrid.text.tokenizer._PIECE", 1000)
-    limited, sizes = tokenizer.limited_to(1000), counting(monkeypatch)
+    limited = tokenizer.limited_to(1000)
+    sizes.clear()
     with pytest.raises(TextTooLongError, match=r"first 2000 characters .* at least 1488") as error:
         limited.tokenize(long)
     assert sizes == [1000] * 2
@@ -1109,15 +1114,16 @@ def test_a_text_that_fits_is_never_refused(kind):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_of_a_cut_text_little_more_is_tokenized_than_what_is_left(trained, monkeypatch, side):
-    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(trained)).limited_to(100)
+def test_of_a_cut_text_little_more_is_tokenized_than_what_is_left(trained, side):
+    counting = Counting(trained)
+    tokenizer = Tokenizer(counting).limited_to(100)
     tokenizer.set_chat_template("{{ messages[0].content }}")
     text = " ".join(f"how are you {number}" for number in range(40_000))
     ids = Tokenizer(tokenizers.Tokenizer.from_str(trained)).tokenize(text)
-    cut, sizes = tokenizer.cut_to(50, side), counting(monkeypatch)
+    cut = tokenizer.cut_to(50, side)
     end = slice(-50, None) if side == "left" else slice(50)
     assert cut.tokenize(text)[end] == ids[end]
-    assert sum(sizes) < 3 * (64 << 10) < len(text)
+    assert sum(counting.sizes) < 3 * (64 << 10) < len(text)
     assert cut.chat_prompt([{"role": "user", "content": text}])[0][end] == ids[end]
     with pytest.raises(TextTooLongError):
         cut.cut_to(None, side).tokenize(text)

@@ -30,8 +30,8 @@ def tokenizers():
 
 @pytest.fixture(scope="module")
 def theirs():
-    inner = Tokenizer.from_folder(DEMO)._tokenizer
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **TOKENS)
+    file = str(DEMO / "tokenizer.json")
+    return transformers.PreTrainedTokenizerFast(tokenizer_file=file, **TOKENS)
 
 
 def sent(name):

@@ -22,10 +22,10 @@ from megatron_hybrid.utils import files
 END = 0
 
 
-def make_tokenizer(size: int = 100) -> Tokenizer:
+def make_tokenizer(size: int = 100, end: int | None = END) -> Tokenizer:
     vocabulary = {f"t{i}": i for i in range(size)}
     model = tokenizers.models.WordLevel(vocabulary, unk_token="t1")
-    return Tokenizer(tokenizers.Tokenizer(model), eod=END)
+    return Tokenizer(tokenizers.Tokenizer(model), eod=end)
 
 
 TOKENIZER = make_tokenizer()
@@ -296,9 +296,8 @@ def test_documents_without_end_tokens_are_one_sequence_or_refused(tmp_path):
     refuse("first document of .*endless ends with token 5, .*end-of-document token 0", path)
     fields = DataFields(16, train=[path], reset_at_documents=False)
     assert build_datasets(fields, TOKENIZER, (4, 0, 0))[0][0]["lengths"] == [16]
-    no_end = Tokenizer(make_tokenizer()._tokenizer)
     os.remove(f"{path}.json")
-    refuse("the tokenizer has no end-of-document token", path, no_end)
+    refuse("the tokenizer has no end-of-document token", path, make_tokenizer(end=None))
 
 
 def test_kinds_are_not_mixed_up(prefix, chats):

@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pyarrow
 import pytest
+import tokenizers
 from matrix import matrix_rows
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 from pyarrow import parquet
@@ -144,10 +145,7 @@ def test_conversations_keep_their_answers(folder, tmp_path):
     fields = DataFields(1000, kind="sft", train=[str(tmp_path / "chats")])
     train, _, _ = build_datasets(fields, tokenizer, (None, 0, 0))
     learnt = [
-        tokenizer._tokenizer.decode(
-            [token for token, counts in zip(labels.tolist(), mask) if counts],
-            skip_special_tokens=False,
-        )
+        tokenizer.decode([token for token, counts in zip(labels.tolist(), mask) if counts], False)
         for row in (train[i] for i in range(len(train)))
         for labels, mask in zip(
             row["labels"].split(row["lengths"]), row["loss_mask"].split(row["lengths"])
@@ -365,7 +363,7 @@ def test_what_does_not_fit_is_refused(folder, tmp_path, is_bare, output, options
     path = write_lines(tmp_path / "a.jsonl", [{"text": "one"}])
     preprocess([path], folder, tmp_path / "made")
     if is_bare:
-        bare = Tokenizer(Tokenizer.from_folder(folder)._tokenizer)
+        bare = Tokenizer(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")))
         folder = tmp_path / "bare"
         bare.save(folder)
     with pytest.raises(ValueError, match=match):
