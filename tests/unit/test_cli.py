@@ -332,6 +332,7 @@ def test_errors_are_one_line_and_where_help_is(known, unknown, capsys):
         (["convert", "demo", "/dev/null"], "/dev/null is a file. Name a folder"),
         (["serve", "demo", "--max-model-len", "1"], "no --max-model-len: use --context\n"),
         (["explain", "x", "--prompt", "x", "--mode", "on"], "--mode: prefix_caching is 'on'"),
+        (["doctor", "none"], "none is not there: name a folder or a config.json.\n"),
         (["serve", "x", "--adapter", "a=b"], "--max-adapters: max_adapters is 0; --adapter needs"),
         (["serve", "x", "--adapter", "a=b", "--max-adapters", "1"], "b has no adapters to read"),
     ],
@@ -376,18 +377,24 @@ def test_a_model_is_given_in_the_same_way_in_all_commands(command, capsys):
     assert "the model is given twice" in capsys.readouterr().err
 
 
-def test_a_server_warms_up_unless_it_is_told_not_to(monkeypatch):
-    given = []
+def fields_given(monkeypatch, owner, name, *options) -> dict:
+    """The fields with which `serve` calls a function."""
+    found = {}
 
-    def note(options, **fields):
-        given.append(fields["warm_up"])
+    def note(*_, **fields):
+        found.update(fields)
         sys.exit()
 
-    monkeypatch.setattr(arguments, "inference_config", note)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(owner, name, note)
+        cli.main(["serve", *options])
+    return found
+
+
+def test_a_server_warms_up_unless_it_is_told_not_to(monkeypatch):
     for options in ([], ["--no-warm-up"]):
-        with pytest.raises(SystemExit):
-            cli.main(["serve", *options])
-    assert given == [True, False]
+        given = fields_given(monkeypatch, arguments, "inference_config", *options)
+        assert given["warm_up"] is not bool(options)
 
 
 def test_a_part_for_multi_token_prediction_is_loaded_to_draft_with_it_alone(monkeypatch):
@@ -399,19 +406,12 @@ def test_a_part_for_multi_token_prediction_is_loaded_to_draft_with_it_alone(monk
 
 
 def test_every_setting_of_the_server_has_an_option_that_reaches_it(monkeypatch):
-    found = {}
     own = config.ServingConfig
-
-    def note(**fields):
-        found.update(asdict(own(**fields)))
-        sys.exit()
-
-    monkeypatch.setattr(config, "ServingConfig", note)
     flags = [name for name, field in own.__dataclass_fields__.items() if field.type is bool]
     options = [serve.SETTINGS[name][0] for name in flags]
     numbers = ["--max-waiting", "3", "--queue-timeout", "4", "--max-body-mib", "5"]
-    with pytest.raises(SystemExit):
-        cli.main(["serve", *options, *numbers, "--served-model-name", "mine"])
+    options += [*numbers, "--served-model-name", "mine"]
+    found = asdict(own(**fields_given(monkeypatch, config, "ServingConfig", *options)))
     assert len(flags) > 5 and all(found[name] is True for name in flags)
     assert (found["max_waiting"], found["queue_seconds"]) == (3, 4)
     assert found["max_body_bytes"] == 5 << 20
@@ -419,19 +419,15 @@ def test_every_setting_of_the_server_has_an_option_that_reaches_it(monkeypatch):
 
 
 def test_keys_of_clients_and_of_the_operator_need_not_be_on_the_command_line(monkeypatch, capsys):
-    given = []
-
-    def note(**fields):
-        given.append((fields["api_keys"], fields["admin_keys"]))
-        sys.exit()
-
-    monkeypatch.setattr(config, "ServingConfig", note)
     monkeypatch.setenv("MEGATRON_HYBRID_API_KEYS", "a,b, a")
     monkeypatch.setenv("MEGATRON_HYBRID_ADMIN_KEYS", "root,")
-    for options in ([], ["--api-key", "b", "--admin-key", "other"]):
-        with pytest.raises(SystemExit):
-            cli.main(["serve", *options])
-    assert given == [(("a", "b"), ("root",)), (("b", "a"), ("other", "root"))]
+    keys = ["--api-key", "b", "--admin-key", "other"]
+    for options, expected in (
+        ([], (("a", "b"), ("root",))),
+        (keys, (("b", "a"), ("other", "root"))),
+    ):
+        given = fields_given(monkeypatch, config, "ServingConfig", *options)
+        assert (given["api_keys"], given["admin_keys"]) == expected
     for option in ("--api-key", "--admin-key"):
         with pytest.raises(SystemExit):
             cli.main(["serve", option, " "])

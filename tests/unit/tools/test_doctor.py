@@ -127,11 +127,6 @@ def test_the_nearest_architecture_of_an_unknown_one_is_named(tmp_path):
     assert "nearest" not in examine(tmp_path)[0]
 
 
-def test_no_folder_is_one_line_and_status_2(tmp_path, capsys):
-    assert main(["doctor", str(tmp_path / "x")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 def test_a_folder_of_ours(tmp_path):
     model = tiny_model("M*-")
     mh.save_checkpoint(model, tmp_path)
