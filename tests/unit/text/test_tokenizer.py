@@ -85,6 +85,11 @@ def with_bos_and_eos(tokenizer):
     )
 
 
+def sentencepiece_decoder():
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+
+
 def for_batches(tokenizer):
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(pad_id=1, pad_token=EOS, length=50)
@@ -145,8 +150,7 @@ def test_the_first_word_gets_a_space_where_its_class_gives_one(write, kind, sett
                 [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
             )
             tokenizer.pre_tokenizer = None
-            steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-            tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+            tokenizer.decoder = sentencepiece_decoder()
             tokenizer.add_tokens(["▁", "▁▁", "▁Hello"])
 
     config = {**ROLES, "unk_token": None, **settings, "tokenizer_class": kind}
@@ -213,17 +217,7 @@ def test_roles_whose_token_the_vocabulary_lacks_stay_text(write):
     ("pre_tokenizer", "decoder"),
     [
         (pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()),
-        (
-            pre_tokenizers.Metaspace(),
-            decoders.Sequence(
-                [
-                    decoders.Replace("▁", " "),
-                    decoders.ByteFallback(),
-                    decoders.Fuse(),
-                    decoders.Strip(" ", 1, 0),
-                ]
-            ),
-        ),
+        (pre_tokenizers.Metaspace(), sentencepiece_decoder()),
         (pre_tokenizers.Metaspace(), decoders.Metaspace()),
     ],
 )

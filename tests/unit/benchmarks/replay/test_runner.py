@@ -22,19 +22,10 @@ ARGUMENTS = ["--workloads", "rl-group", "--limit", "32", "--budgets", "1", "4"]
 def test_command_line(tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN.format('results')}\nold\n{END.format('results')}\nafter\n")
-    engines = ["ours", "lru-16", "ceiling"]
-    main(
-        [
-            *ARGUMENTS,
-            "--engines",
-            *engines,
-            "--json",
-            str(tmp_path / "out" / "replay.json"),
-            "--markdown",
-            str(page),
-        ]
-    )
-    results = json.loads((tmp_path / "out" / "replay.json").read_text())
+    path = tmp_path / "out" / "replay.json"
+    files = ["--json", str(path), "--markdown", str(page)]
+    main([*ARGUMENTS, "--engines", "ours", "lru-16", "ceiling", *files])
+    results = json.loads(path.read_text())
     cells = {(cell["engine"], cell["budget_gb"]): cell for cell in results["cells"]}
     assert list(cells) == [
         ("ours", 1), ("ours", 4), ("lru-16", 1), ("lru-16", 4),

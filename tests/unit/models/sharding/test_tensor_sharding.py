@@ -1,5 +1,7 @@
 """Cutting and joining of parameters. (A whole model: tests/functional/models.)"""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -20,41 +22,36 @@ def marked(shape, *how, **more):
     return parameter
 
 
-def test_sections_are_cut_one_by_one():
-    full = torch.arange(12.0)[:, None]
-    local = marked((6, 1), 0, (4, 6, 2), 2)
-    first, second = (shard(full, local, rank) for rank in range(2))
-    assert first.flatten().tolist() == [0, 1, 4, 5, 6, 10]
-    assert second.flatten().tolist() == [2, 3, 7, 8, 9, 11]
-    assert torch.equal(unshard([first, second], local), full)
+NEIGHBOURS = marked((3,), 0, (8, 2), 4, copies=(1, 2))
 
 
-def test_columns():
-    full = torch.arange(8.0).view(2, 4)
-    local = marked((2, 2), 1, (4,), 2)
-    pieces = [shard(full, local, rank) for rank in range(2)]
-    assert pieces[1].tolist() == [[2, 3], [6, 7]]
+@pytest.mark.parametrize(
+    ("shape", "local", "expected"),
+    [
+        ((12, 1), marked((6, 1), 0, (4, 6, 2), 2), [[0, 1, 4, 5, 6, 10], [2, 3, 7, 8, 9, 11]]),
+        ((2, 4), marked((2, 2), 1, (4,), 2), [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        ((10,), NEIGHBOURS, [[0, 1, 8], [2, 3, 8], [4, 5, 9], [6, 7, 9]]),
+        # Two groups of attention heads, of two queries, a key and a value, on four ranks.
+        (
+            (8,),
+            marked((3,), 0, (2, 1, 1), 4, copies=(1, 2, 2), repeats=2),
+            [[0, 2, 3], [1, 2, 3], [4, 6, 7], [5, 6, 7]],
+        ),
+    ],
+    ids=["sections", "columns", "copies", "blocks"],
+)
+def test_each_rank_holds_its_part_of_each_section(shape, local, expected):
+    full = torch.arange(float(math.prod(shape))).view(shape)
+    pieces = [shard(full, local, rank) for rank in range(len(expected))]
+    assert [piece.flatten().tolist() for piece in pieces] == expected
     assert torch.equal(unshard(pieces, local), full)
+    assert full_shape(local) == shape
 
 
-def test_neighbours_hold_copies_of_a_section():
-    full = torch.arange(10.0)
-    local = marked((4,), 0, (8, 2), 4, copies=(1, 2))
-    pieces = [shard(full, local, rank) for rank in range(4)]
-    assert [piece.tolist() for piece in pieces] == [[0, 1, 8], [2, 3, 8], [4, 5, 9], [6, 7, 9]]
-    assert [local.cut.copy_numbers(rank) for rank in range(4)] == [[0, 0], [0, 1], [0, 0], [0, 1]]
-    assert local.cut.local_sections == (2, 1)
-    assert full_shape(local) == (10,)
-    assert torch.equal(unshard(pieces, local), full)
-
-
-def test_rows_of_blocks_are_shared_by_as_many_ranks_each():
-    # Two groups of attention heads, of two queries, a key and a value, on four ranks.
-    full = torch.arange(8.0)
-    local = marked((3,), 0, (2, 1, 1), 4, copies=(1, 2, 2), repeats=2)
-    pieces = [shard(full, local, rank) for rank in range(4)]
-    assert [piece.tolist() for piece in pieces] == [[0, 2, 3], [1, 2, 3], [4, 6, 7], [5, 6, 7]]
-    assert torch.equal(unshard(pieces, local), full)
+def test_copies_are_numbered():
+    cut = NEIGHBOURS.cut
+    assert [cut.copy_numbers(rank) for rank in range(4)] == [[0, 0], [0, 1], [0, 0], [0, 1]]
+    assert cut.local_sections == (2, 1)
 
 
 def test_copied_blocks_alone():
