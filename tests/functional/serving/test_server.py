@@ -171,14 +171,12 @@ def test_a_client_that_goes_away_ends_its_request_also_while_it_waits(single, st
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_can_be_aborted_by_its_id(server, stream):
-    found = []
     body = {**LONG, "stream": stream, "request_id": f"long-{stream}"}
-    thread = threading.Thread(target=lambda: found.append(server.call("/v1/completions", body)))
-    thread.start()
-    wait_until(lambda: running(server) == 1)
-    assert server.call("/abort", {"request_id": f"long-{stream}"}).json() == {"aborted": True}
-    thread.join(LIMIT_S)
-    assert "aborted" in found[0].text
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(server.call, "/v1/completions", body)
+        wait_until(lambda: running(server) == 1)
+        assert server.call("/abort", {"request_id": f"long-{stream}"}).json() == {"aborted": True}
+    assert "aborted" in answer.result().text
     assert server.call("/abort", {"request_id": "nobody"}).json() == {"aborted": False}
     wait_until(lambda: running(server) == 0)
 
@@ -383,21 +381,17 @@ def test_a_request_that_takes_too_long_ends(server, monkeypatch):
 @pytest.mark.parametrize("n", matrix_rows([1, 2], 2))
 @pytest.mark.parametrize("stream", matrix_rows([False, True], True))
 def test_a_request_that_waits_too_long_in_the_queue_is_told_to_come_again(stream, n):
-    with running_server({"max_requests": n}, queue_seconds=0.0) as server:
-        found = []
-        first = {**LONG, "prompt": [LONG["prompt"], "And then"], "max_tokens": 30, "n": n}
-        thread = threading.Thread(
-            target=lambda: found.append(server.call("/v1/completions", first))
-        )
-        thread.start()
+    options = {"max_requests": n}
+    with running_server(options, queue_seconds=0.0) as server, ThreadPoolExecutor(1) as thread:
+        body = {**LONG, "prompt": [LONG["prompt"], "And then"], "max_tokens": 30, "n": n}
+        first = thread.submit(server.call, "/v1/completions", body)
         wait_until(lambda: running(server) == 2)
         late = {**LONG, "stream": stream, "n": n}
         answer = server.call("/v1/completions", late)
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
         assert "has not begun" in answer.json()["error"]["message"]
-        thread.join(LIMIT_S)
         # Its second prompt waited for the first one: the request had begun.
-        assert found[0].json()["usage"]["completion_tokens"] == 60 * n
+        assert first.result().json()["usage"]["completion_tokens"] == 60 * n
         stats = asyncio.run(server.service.engine.stats())
         assert stats["leases"] == stats["requests_waiting"] == 0
         asyncio.run(server.service.engine.check_integrity())

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
@@ -210,15 +209,14 @@ def test_strangers_on_the_port_are_sent_away(monkeypatch):
     loud.sendall(b"GET / HTTP/1.1\r\nHost: somebody's browser\r\n\r\n")
     gone = socket.create_connection(address)
     gone.close()
-    found = []
 
-    def connect():
-        found.extend(module._connect(address, secret, 1, kind) for kind in ("control", "watch"))
+    def connect(kind):
+        return module._connect(address, secret, 1, kind)
 
-    thread = threading.Thread(target=connect)
-    thread.start()
-    control, watched = module._accept(server, secret, 1)
-    thread.join()
+    with ThreadPoolExecutor(1) as thread:
+        connections = thread.map(connect, ("control", "watch"))
+        control, watched = module._accept(server, secret, 1)
+        found = list(connections)
     control[1].send("hello")
     assert found[0].recv() == "hello" and set(watched) == {1}
     for each in (silent, loud, *found, *control.values(), *watched.values()):
