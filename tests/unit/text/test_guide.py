@@ -225,26 +225,6 @@ def test_a_schema_that_cannot_be_kept_to_is_refused(schema, message):
         COMPILER.matcher(Guide.json_schema(schema), (EOS,))
 
 
-def test_a_schema_of_pydantic_is_taken():
-    pydantic = pytest.importorskip("pydantic")
-
-    class Inner(pydantic.BaseModel):
-        kind: str = pydantic.Field(pattern="^[a-z]{2}$")
-        size: int | None = None
-
-    class Outer(pydantic.BaseModel):
-        """An answer."""
-
-        inner: Inner = pydantic.Field(description="of it")
-        tags: list[str] = pydantic.Field(max_length=2)
-
-    guide = Guide.json_schema(Outer.model_json_schema())
-    text = Outer(inner=Inner(kind="ab", size=3), tags=["x"]).model_dump_json()
-    assert accepts(guide, text)
-    assert not accepts(guide, text.replace("ab", "AB"))
-    assert not accepts(guide, '{"inner":{"kind":"ab"}}')
-
-
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [

@@ -184,7 +184,11 @@ TREE = {
         ({"$ref": "#/$defs/tree", **TREE}, ['{"of": []}', '{"of": [{"of": []}]}'], ["{}"]),
         ({"anyOf": [{"$ref": "#/$defs/a~1%25"}], "$defs": {"a/%": {"const": 1}}}, ["1"], ["2"]),
         ({"const": {"a": [1, {}], "b": "é"}}, ['{"a": [1, { }], "b": "é"}'], ['{"a": [1, {}]}']),
-        ({"title": "t", "default": 1, "x-order": 3, "examples": [2], "type": "null"}, ["null"], []),
+        (
+            {"description": "d", "default": 1, "x-order": 3, "examples": [2], "type": "null"},
+            ["null"],
+            [],
+        ),
         (True, ["1", "{}", '[{"a": null}]', '"a"', "-0.5e-7"], ["", "01", "nul", "Infinity"]),
         ({"items": {"type": "object", "properties": {"a": False}}}, ["[{}]"], ['[{"a": 1}]']),
     ],
