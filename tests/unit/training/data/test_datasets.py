@@ -44,6 +44,13 @@ def prefix(tmp_path):
     return write_documents(tmp_path / "text", documents(40), TOKENIZER)
 
 
+def to_train(length, files, count=None, **fields):
+    """The part of the datasets to train with, of so many rows or of one epoch."""
+    fields = DataFields(length, train=files, **fields)
+    train, _, _ = build_datasets(fields, TOKENIZER, (count, 0, 0))
+    return train
+
+
 def rows(dataset):
     return [dataset[i] for i in range(len(dataset))]
 
@@ -66,15 +73,13 @@ def test_rows_are_joined_documents_and_each_is_a_sequence(prefix):
 
 
 def test_a_row_may_be_one_sequence_with_loss_everywhere(prefix):
-    fields = DataFields(
-        16, train=[prefix], reset_at_documents=False, mask_end_of_document_loss=False
-    )
-    train, _, _ = build_datasets(fields, TOKENIZER, (4, 0, 0))
+    fields = {"reset_at_documents": False, "mask_end_of_document_loss": False}
+    train = to_train(16, [prefix], 4, **fields)
     assert all(row["lengths"] == [16] and row["loss_mask"].all() for row in rows(train))
 
 
 def test_an_epoch_has_every_token_once(prefix):
-    train, _, _ = build_datasets(DataFields(16, train=[prefix]), TOKENIZER, (None, 0, 0))
+    train = to_train(16, [prefix])
     all_tokens = [token for document in documents(40) for token in document]
     assert len(train) == (len(all_tokens) - 1) // 16
     found = torch.cat([row["tokens"] for row in rows(train)]).bincount(minlength=100)
@@ -84,7 +89,7 @@ def test_an_epoch_has_every_token_once(prefix):
 
 def test_the_order_follows_from_the_seed(prefix):
     def first_rows(**fields):
-        train, _, _ = build_datasets(DataFields(16, train=[prefix], **fields), TOKENIZER, (9, 0, 0))
+        train = to_train(16, [prefix], 9, **fields)
         return torch.stack([train[i]["tokens"] for i in range(9)])
 
     assert torch.equal(first_rows(), first_rows())
@@ -104,8 +109,7 @@ def test_blends_draw_in_proportion_to_the_weights_or_to_the_tokens(tmp_path):
     large = write_documents(tmp_path / "large", [[2] * 15 + [END]] * 60, TOKENIZER)
 
     def share(blend):
-        fields = DataFields(16, train=blend)
-        train, _, _ = build_datasets(fields, TOKENIZER, (400, 0, 0))
+        train = to_train(16, blend, 400)
         assert len(train) >= 400
         return sum(1 in train[i]["tokens"] for i in range(400)) / 400
 
@@ -149,8 +153,7 @@ def sequences(row):
 
 
 def test_conversations_are_whole_and_only_answers_count(chats):
-    fields = DataFields(64, kind="sft", train=[chats])
-    train, _, _ = build_datasets(fields, TOKENIZER, (None, 0, 0))
+    train = to_train(64, [chats], kind="sft")
     found, padding = [], 0
     for row in rows(train):
         assert sum(row["lengths"]) == 64
@@ -169,16 +172,12 @@ def test_conversations_are_whole_and_only_answers_count(chats):
 
 def test_epochs_pack_anew_and_the_seed_decides(chats):
     def packed(**fields):
-        every = DataFields(64, kind="sft", train=[chats], **fields)
-        train, _, _ = build_datasets(every, TOKENIZER, (100, 0, 0))
+        train = to_train(64, [chats], 100, kind="sft", **fields)
         return torch.stack([row["tokens"] for row in rows(train)])
 
     once, again = packed(), packed()
     assert torch.equal(once, again) and len(once) >= 100
-    one_epoch, _, _ = build_datasets(
-        DataFields(64, kind="sft", train=[chats]), TOKENIZER, (None, 0, 0)
-    )
-    n = len(one_epoch)
+    n = len(to_train(64, [chats], kind="sft"))  # of one epoch
     assert not torch.equal(once[:n], once[n : 2 * n])
     assert once[:n].sum() == once[n : 2 * n].sum()
     assert not torch.equal(once, packed(seed=8))
@@ -189,8 +188,7 @@ def test_long_conversations_are_cut_and_counted(tmp_path, caplog):
     tokens.append([3] * 40 + [60] * 60)
     answers.append([(40, 100)])
     path = write_conversations(tmp_path / "long", tokens, answers, TOKENIZER)
-    fields = DataFields(48, kind="sft", train=[path])
-    train, _, _ = build_datasets(fields, TOKENIZER, (200, 0, 0))
+    train = to_train(48, [path], 200, kind="sft")
     assert train.num_truncated == 1
     assert [r.getMessage() for r in caplog.records if "cut off" in r.getMessage()] == [
         f"{path}: 1 of 31 conversations are cut off after 48 tokens, the sequence_length."
@@ -204,19 +202,17 @@ def test_conversations_without_a_label_in_a_row_are_left_out_and_a_set_of_them_i
 ):
     conversations = [list(range(10, 50)), list(range(10, 16))]
     prefix = write_conversations(tmp_path / "a", conversations, [[(30, 40)], [(0, 3)]], TOKENIZER)
-    train, _, _ = build_datasets(
-        DataFields(16, kind="sft", train=[prefix]), TOKENIZER, (None, 0, 0)
-    )
+    train = to_train(16, [prefix], kind="sft")
     assert len(train) == 1 and train[0]["loss_mask"].tolist() == [1, 1] + [0] * 14
     assert "1 of 2 conversations are left out" in caplog.text
     prefix = write_conversations(tmp_path / "b", conversations, [[(30, 40)], [(0, 1)]], TOKENIZER)
     with pytest.raises(ValueError, match="an answer to train in their first 16 tokens"):
-        build_datasets(DataFields(16, kind="sft", train=[prefix]), TOKENIZER, (None, 0, 0))
+        to_train(16, [prefix], kind="sft")
 
 
 def test_a_bin_that_is_cut_while_it_is_read_is_an_error(tmp_path):
     prefix = write_documents(tmp_path / "a", [[30, END]] * 5000, TOKENIZER)
-    train, _, _ = build_datasets(DataFields(16, train=[prefix]), TOKENIZER, (None, 0, 0))
+    train = to_train(16, [prefix])
     os.truncate(f"{prefix}.bin", 100)
     with pytest.raises(ValueError, match=r"a\.bin was cut while it is read"):
         [train[i] for i in range(9)]
@@ -233,8 +229,7 @@ def test_a_large_file_is_known_by_samples_of_all_of_it(tmp_path, monkeypatch):
 
 def test_conversations_blend(tmp_path, chats):
     other = write_conversations(tmp_path / "other", [[1, 99, 99]] * 50, [[(1, 3)]] * 50, TOKENIZER)
-    fields = DataFields(64, kind="sft", train=[[1, chats], [1, other]])
-    train, _, _ = build_datasets(fields, TOKENIZER, (40, 0, 0))
+    train = to_train(64, [[1, chats], [1, other]], 40, kind="sft")
     assert sum(99 in train[i]["tokens"] for i in range(40)) == 20
 
 
@@ -324,7 +319,7 @@ def test_a_part_without_documents_is_refused_not_waited_for(tmp_path):
 def test_a_dataset_made_anew_has_an_order_of_its_own(tmp_path):
     def tokens(folder, count):
         path = write_documents(tmp_path / folder, documents(count), TOKENIZER)
-        train, _, _ = build_datasets(DataFields(16, train=[path]), TOKENIZER, (30, 0, 0))
+        train = to_train(16, [path], 30)
         return torch.stack([train[i]["tokens"] for i in range(30)])
 
     tokens("again", 40)
