@@ -23,6 +23,13 @@ def batch():
     return tokens[:, :-1], tokens[:, 1:].contiguous()
 
 
+def micro_batches(seed, count, length):
+    """(input ids, labels), each [1, length]."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(0, 61, (count, 1, length + 1), generator=generator)
+    return [(row[:, :-1], row[:, 1:].contiguous()) for row in rows]
+
+
 def packed_batch():
     inputs, _ = batch()
     boundaries = torch.tensor([0, 11, 12, 30, 60], dtype=torch.int32)
@@ -110,19 +117,6 @@ def single_process(config, folder):
     return {"pieces": pieces(model.sharded_state_dict()), **logits_loss_gradients(model)}
 
 
-def assert_same_gradients(found, expected):
-    """Within 1e-5 of the largest number of each parameter's gradient, or of 1."""
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(
-            found[name],
-            gradient,
-            atol=1e-5 * max(1.0, gradient.abs().max().item()),
-            rtol=0,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
-
-
 def assert_close(value, expected, name=""):
     """Within 1e-5 of the larger of 1 and the largest expected value."""
     bound = 1e-5 * max(1.0, expected.abs().max().item())
@@ -131,11 +125,19 @@ def assert_close(value, expected, name=""):
     )
 
 
-def assert_same_checkpoint(path, other, expected_pieces, pieces_of_ranks):
-    """Equal files in both folders, and equal tensors in core's distributed checkpoints."""
+def assert_all_close(found, expected):
+    """The same names, and each tensor close."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_close(found[name], value, name)
+
+
+def assert_same_checkpoint(path, other, single, ranks):
+    """Equal files in both folders, and equal tensors in core's distributed checkpoints, by the
+    "pieces" of one process and of each rank."""
     for file in ("config.json", "model.safetensors"):
         assert (path / file).read_bytes() == (other / file).read_bytes()
-    expected, joined = whole(expected_pieces), whole(*pieces_of_ranks)
+    expected, joined = whole(single["pieces"]), whole(*(rank["pieces"] for rank in ranks))
     assert joined.keys() == expected.keys()
     for key, tensor in expected.items():
         assert torch.equal(joined[key][: len(tensor)], tensor), key  # ranks pad the vocabulary

@@ -13,7 +13,15 @@ from rank_processes import train_on_ranks
 from router_losses import forget_losses, take_losses
 from sharded_tensors import pieces
 from small_models import small_config
-from split_models import assert_close, assert_same_checkpoint, load, main_gradients, sharded_pieces
+from split_models import (
+    assert_all_close,
+    assert_close,
+    assert_same_checkpoint,
+    load,
+    main_gradients,
+    micro_batches,
+    sharded_pieces,
+)
 
 from megatron_hybrid.checkpoints.checkpoint import (
     CheckpointError,
@@ -93,10 +101,8 @@ each_layout = pytest.mark.parametrize("layout", matrix_rows(LAYOUTS, *KEPT))
 
 
 def batch(number):
-    """(input ids, labels), each [1, LENGTH], of a data-parallel rank."""
-    generator = torch.Generator().manual_seed(number)
-    tokens = torch.randint(0, VOCAB_SIZE, (1, LENGTH + 1), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:].contiguous()
+    """Of a data-parallel rank."""
+    return micro_batches(number, 1, LENGTH)[0]
 
 
 class EngineContext(UncachedContext):
@@ -248,21 +254,15 @@ def test_gradients_and_losses_of_routers_are_those_of_the_concatenated_batch(out
     model, sizes = LAYOUTS[layout]
     for kind, expected in single[model][RANKS // sizes.get(TP, 1)].items():
         for rank in ranks:
-            assert rank[layout][kind].keys() == expected.keys()
-            for name, value in expected.items():
-                assert_close(rank[layout][kind][name], value, name)
+            assert_all_close(rank[layout][kind], expected)
 
 
 @each_layout
 def test_checkpoints_are_those_of_one_process(outcome, layout):
     single, ranks, folder = outcome
     model = LAYOUTS[layout][0]
-    assert_same_checkpoint(
-        folder / model,
-        folder / model / layout,
-        single[model]["pieces"],
-        [rank[layout]["pieces"] for rank in ranks],
-    )
+    path, of_ranks = folder / model, [rank[layout] for rank in ranks]
+    assert_same_checkpoint(path, path / layout, single[model], of_ranks)
 
 
 def test_folders_of_megatron_and_of_load_pretrained(outcome):

@@ -11,13 +11,20 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from rank_processes import train_on_ranks
 from sharded_tensors import pieces
 from small_models import small_config
-from split_models import assert_close, assert_same_checkpoint, main_gradients, sharded_pieces
+from split_models import (
+    assert_close,
+    assert_same_checkpoint,
+    main_gradients,
+    micro_batches,
+    sharded_pieces,
+)
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
 from megatron_hybrid.checkpoints.model_tensors import full_state_dict, own_tensors
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
 RANKS, LENGTH, VOCAB_SIZE, MICRO_BATCHES = 4, 20, 61, 4
+BATCHES = micro_batches(5, MICRO_BATCHES, LENGTH)
 TP, PP, EP, ROWS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -54,13 +61,6 @@ LAYOUTS = {
 each_layout = pytest.mark.parametrize("layout", matrix_rows(LAYOUTS, "pp2_tp2_rows", "pp4"))
 
 
-def micro_batches():
-    """(input ids, labels), each [1, LENGTH]."""
-    generator = torch.Generator().manual_seed(5)
-    rows = torch.randint(0, VOCAB_SIZE, (MICRO_BATCHES, 1, LENGTH + 1), generator=generator)
-    return [(row[:, :-1], row[:, 1:].contiguous()) for row in rows]
-
-
 def build(config):
     return build_hybrid_model(
         config,
@@ -94,7 +94,7 @@ def run_layout(folder, name, sizes):
     wrapped = data_parallel(model, finalize=finalize)
     wrapped.zero_grad_buffer()
     group = parallel_state.get_data_parallel_group()
-    own = micro_batches()[group.rank() :: group.size()]
+    own = BATCHES[group.rank() :: group.size()]
     schedule = dict(
         model=[wrapped],
         num_microbatches=len(own),
@@ -135,7 +135,7 @@ def single_process(folder, name):
     model = build_hybrid_model(small_config(**FIELDS, **MODELS[name]))
     save_checkpoint(model, folder / name)
     losses, logits = [], []
-    for inputs, labels in micro_batches():
+    for inputs, labels in BATCHES:
         loss = model(inputs, labels=labels).mean()
         (loss / MICRO_BATCHES).backward()
         losses.append(loss.detach())
@@ -214,9 +214,5 @@ def test_copies_are_saved_once(outcome, layout):
     model = LAYOUTS[layout][0]
     state = ranks[0][layout]["state"]
     assert state.keys() == single[model]["state"].keys()
-    assert_same_checkpoint(
-        folder / model,
-        folder / model / layout,
-        single[model]["pieces"],
-        [rank[layout]["pieces"] for rank in ranks],
-    )
+    path, of_ranks = folder / model, [rank[layout] for rank in ranks]
+    assert_same_checkpoint(path, path / layout, single[model], of_ranks)

@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from rank_processes import run_micro_batches, train_on_ranks
 from router_losses import forget_losses, take_losses
 from small_models import small_fields
+from split_models import micro_batches
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
@@ -25,7 +26,7 @@ from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
 pytestmark = ignore_warnings_of_core
 
-RANKS, STEPS, MICRO_BATCHES, LENGTH, VOCAB_SIZE = 2, 4, 4, 24, 61
+RANKS, STEPS, MICRO_BATCHES, LENGTH = 2, 4, 4, 24
 ADAM = dict(lr=1e-2, weight_decay=0.1, eps=1e-5)
 BIAS_RATE = 1e-2
 TP, EP = {"tensor_model_parallel_size": RANKS}, {"expert_model_parallel_size": RANKS}
@@ -54,11 +55,9 @@ RUN = dict(
 )
 
 
-def micro_batches(step):
-    """(input ids, labels), each [1, LENGTH], of one training step over all ranks."""
-    generator = torch.Generator().manual_seed(step)
-    rows = torch.randint(0, VOCAB_SIZE, (MICRO_BATCHES, 1, LENGTH + 1), generator=generator)
-    return [(row[:, :-1], row[:, 1:].contiguous()) for row in rows]
+def batches_of(step):
+    """Of one training step over all ranks."""
+    return micro_batches(step, MICRO_BATCHES, LENGTH)
 
 
 def load(folder, **sizes):
@@ -80,7 +79,7 @@ def train_with_core(folder, sizes):
     for step in range(STEPS):
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        batches = micro_batches(step)[group.rank() :: group.size()]
+        batches = batches_of(step)[group.rank() :: group.size()]
         outputs = run_micro_batches(mean_loss_step, model, batches, LENGTH)
         _, norm, _ = optimizer.step()
         loss = torch.stack([output["loss"] for output in outputs]).mean()
@@ -105,7 +104,7 @@ def train_with_torch(folder):
     rows = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        losses = [model(inputs, labels=labels).mean() for inputs, labels in micro_batches(step)]
+        losses = [model(inputs, labels=labels).mean() for inputs, labels in batches_of(step)]
         loss = torch.stack(losses).mean()
         loss.backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
