@@ -34,16 +34,23 @@ def run(*inputs: Any) -> Tensor:
     def numbers() -> list[Tensor]:
         spans = [range(layout.cu_seqlens[r], layout.cu_seqlens[r + 1]) for r in many]
         ends = [layout.start_positions[r] + layout.lengths[r] for r in many]
-        rows = np.concatenate(spans)
-        return all_to_device((rows, many, ends, np.cumsum([0, *map(len, spans)])), q_THD.device)
+        # It reads whole tiles of keys, and weighs hidden values by 0, which NaN outlives. A block
+        # that no row sees may be the null page: read the first that is seen in its place.
+        starts = (max(0, int(pattern.first_visible(layout.start_positions[r]))) for r in many)
+        blocks = np.arange(block_table_RM.shape[1])
+        blocks = np.concatenate([np.maximum(blocks, at // k_pages_nBKD.shape[1]) for at in starts])
+        lists = np.concatenate(spans), many, ends, np.cumsum([0, *map(len, spans)]), blocks
+        return all_to_device(lists, q_THD.device)
 
-    rows, sequences, ends, cu_queries = layout.cached(("fa3", q_THD.device), numbers)
+    key = ("fa3", pattern.window, pattern.chunk, block_table_RM.shape[1], q_THD.device)
+    rows, sequences, ends, cu_queries, blocks = layout.cached(key, numbers)
+    table_rM = block_table_RM[sequences]
     found_nHD, lse_Hn, *_ = flash_attn_with_kvcache(
         q_THD[rows],
         k_pages_nBKD,
         v_pages_nBKD,
         cache_seqlens=ends,
-        page_table=block_table_RM[sequences],
+        page_table=table_rM.gather(1, blocks.view_as(table_rM).long()),
         cu_seqlens_q=cu_queries,
         max_seqlen_q=max(layout.lengths),
         softmax_scale=pattern.scale,
