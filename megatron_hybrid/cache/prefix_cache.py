@@ -86,10 +86,10 @@ class PrefixCache:
         self.mode = mode
         self.allocator = PageAllocator(num_pages)
         self.policy = policy or HybridPolicy(spec)
-        self._index = PrefixIndex(spec.block_size_tokens, spec.kv_pages_per_block, self.allocator)
+        self.index = PrefixIndex(spec.block_size_tokens, spec.kv_pages_per_block, self.allocator)
         self._stats = CacheStats()
         self._evictor = Evictor(
-            spec, self._index, self.allocator, self._stats, self.policy, self._record
+            spec, self.index, self.allocator, self._stats, self.policy, self._record
         )
         self._pages = LeasePages(self._evictor)
         self._wanted = WantedStates(self._evictor)
@@ -243,8 +243,8 @@ class PrefixCache:
         true, it always fits.
         """
         tokens, size = _as_tokens(tokens), self.spec.block_size_tokens
-        path = self._index.walk(salt, tokens)
-        path = self._index.walk(salt, tokens[: path.depth // size * size], path)
+        path = self.index.walk(salt, tokens)
+        path = self.index.walk(salt, tokens[: path.depth // size * size], path)
         hit = Hit(path, path.depth, len(tokens), None, None)
         lease = self._admitter.admit(
             tokens, salt, hit, capacity_tokens, chunk_tokens, is_new_request=False
@@ -307,7 +307,7 @@ class PrefixCache:
             skipped_tokens=num_tokens,
             report=PrefixReport(lease.prompt_tokens, prompt, prompt, None),
             # Not lease.path: during a prefill it may continue beyond these tokens.
-            path=self._index.walk(lease.salt, tokens[:num_tokens], lease.path),
+            path=self.index.walk(lease.salt, tokens[:num_tokens], lease.path),
             origin=lease.origin,
         )
         blocks = self.spec.num_blocks(num_tokens)
@@ -457,7 +457,7 @@ class PrefixCache:
     def known_after(self, lease: Lease, tokens: np.ndarray, most: int) -> np.ndarray:
         """Return up to `most` tokens (int32) that are known after all of the lease's `tokens`
         (int32 [L]) under its salt, of several those used last. It has no side effects."""
-        return self._index.known_after(lease.salt, tokens, most, lease.path)
+        return self.index.known_after(lease.salt, tokens, most, lease.path)
 
     def want(self, lease: Lease, position: int) -> None:
         """Let a state be saved at a later position, too, where another request leaves this one."""
@@ -485,7 +485,7 @@ class PrefixCache:
         needs_state = self.spec.needs_state
         if self.mode != "restore" or not saves_work(position, lease.prompt_tokens, needs_state):
             return None
-        edge, known = self._index.reach(lease.salt, lease.tokens[:position], lease.path)
+        edge, known = self.index.reach(lease.salt, lease.tokens[:position], lease.path)
         previous = edge.deepest_on_path(known) if edge else None
         kind, pages = self._wanted.kind(lease, position), self.spec.checkpoint_pages
         if previous is not None and previous.position == position:
@@ -544,7 +544,7 @@ class PrefixCache:
         checkpoint = self._wanted.watch(lease, edge, position, reservation.kind)
         first = checkpoint.pages is None
         if first:
-            self._index.store(checkpoint, reservation.pages, reservation.local_pages)
+            self.index.store(checkpoint, reservation.pages, reservation.local_pages)
             self._evictor.on_store(checkpoint)
             for listener in self._evictor.listeners:
                 listener.on_publish_state(lease, checkpoint)
@@ -595,7 +595,7 @@ class PrefixCache:
         self._pages.release(lease)
         local_start = lease.local_start * self.spec.block_size_tokens
         self._evictor.on_release(lease.path, local_start)
-        self._stats.tokens_forgotten += self._index.forget(self._known_limit)
+        self._stats.tokens_forgotten += self.index.forget(self._known_limit)
 
     def _end(self, lease: Lease) -> None:
         """Remove a lease; the caller releases its pages."""
@@ -637,7 +637,7 @@ class PrefixCache:
             listener.on_clear()
         self._is_miscounted = True
         with suppress(MemoryError):  # if raised, the next operation recounts
-            self._index.clear()
+            self.index.clear()
             self._recover()
         self._record(CLEARED)
 
@@ -652,9 +652,9 @@ class PrefixCache:
             "pages_free": pool.num_free,
             "pages_cached": pool.num_evictable,
             "pages_in_use": pool.num_pages - 1 - pool.num_free - pool.num_evictable,
-            "checkpoints": self._index.num_checkpoints,
-            "cached_tokens": self._index.num_held_tokens,
-            "known_tokens": self._index.num_tokens,
+            "checkpoints": self.index.num_checkpoints,
+            "cached_tokens": self.index.num_held_tokens,
+            "known_tokens": self.index.num_tokens,
             "leases": len(self._leases),
             **{f"lost_tokens_{reason.value}": self._lost_tokens[reason] for reason in MissReason},
         }
@@ -669,13 +669,13 @@ class PrefixCache:
         if self._is_miscounted:
             self._recover()
         self.allocator.check_integrity()
-        self._index.check_integrity()
+        self.index.check_integrity()
         for lease in self._leases:
             if lease.saves_more and lease not in self._wanted.saving:
                 raise RuntimeError(f"a lease at {lease.done} saves more, and look-ups do not know")
         counts = (
             ("leases hold", self._pages.num_holders(self._leases), self.allocator.ref_counts),
-            ("the index holds", self._index.num_holders(), self.allocator.cached_counts),
+            ("the index holds", self.index.num_holders(), self.allocator.cached_counts),
         )
         for holder, recounted, counted in counts:
             if not np.array_equal(recounted, counted):
@@ -688,9 +688,9 @@ class PrefixCache:
 
     def _recover(self) -> None:
         """Recount the holders of all pages after a failed operation, and refill the heaps."""
-        self.allocator.recount(self._pages.num_holders(self._leases), self._index.num_holders())
-        self._index.recover()
-        for checkpoint in self._index.checkpoints():
+        self.allocator.recount(self._pages.num_holders(self._leases), self.index.num_holders())
+        self.index.recover()
+        for checkpoint in self.index.checkpoints():
             if checkpoint.pages is not None:
                 self._evictor.add(checkpoint)
         self._is_miscounted = False
@@ -698,13 +698,13 @@ class PrefixCache:
     def _publish_tokens(self, lease: Lease, num_tokens: int) -> Edge:
         """Make the lease's first tokens visible in the tree, and watch its positions among them.
         Return the edge that spans the last token."""
-        last = self._index.held_edge(lease.path, num_tokens)
+        last = self.index.held_edge(lease.path, num_tokens)
         if last is None:
             tokens = np.asarray(lease.tokens[:num_tokens], dtype=np.int32)
             rows = lease.block_table[: self.spec.num_blocks(num_tokens)]
-            held = self._index.num_held_tokens
-            path = self._index.insert(lease.salt, tokens, rows, lease.path)
-            if new := self._index.num_held_tokens - held:
+            held = self.index.num_held_tokens
+            path = self.index.insert(lease.salt, tokens, rows, lease.path)
+            if new := self.index.num_held_tokens - held:
                 for listener in self._evictor.listeners:
                     listener.on_publish_blocks(lease, num_tokens - new, num_tokens)
             if path.known >= lease.path.known:

@@ -104,29 +104,29 @@ class ExpectedRequests:
 
     def __init__(self, evictor: Evictor, restores: bool):
         self._evictor, self._restores = evictor, restores
-        self._resumed: dict[int, Checkpoint | None] = {}  # by request, what it is to resume from
+        self.resumed: dict[int, Checkpoint | None] = {}  # by request, what it is to resume from
 
     def __len__(self) -> int:
-        return len(self._resumed)
+        return len(self.resumed)
 
     def add(self, request_id: int, tokens: np.ndarray, salt: str = "") -> None:
         """Note that a request with these tokens (int32 [L]) waits. Until `discard`, the state that
         it will resume from has a known use. A second call for the same request does nothing."""
-        if not self._restores or request_id in self._resumed:
+        if not self._restores or request_id in self.resumed:
             return
-        self._resumed[request_id] = found = None
+        self.resumed[request_id] = found = None
         with suppress(MemoryError):
             path = self._evictor.index.walk(salt, tokens)
             found = unless_opportunistic(path.deepest_checkpoint())
             if not self._evictor.spec.needs_state:
                 found = max(path.checkpoints(), key=lambda each: each.position, default=None)
         if found is not None:
-            self._resumed[request_id] = found
+            self.resumed[request_id] = found
             self._evictor.policy.on_wait(found, 1)
 
     def discard(self, request_id: int) -> None:
         """Note that a request starts, or is gone, if `add` was called for it."""
-        found = self._resumed.pop(request_id, None)
+        found = self.resumed.pop(request_id, None)
         if found is not None:
             self._evictor.policy.on_wait(found, -1)
             if found.pages is not None:
@@ -134,5 +134,5 @@ class ExpectedRequests:
                     self._evictor.update(found)
 
     def clear(self) -> None:
-        for request_id in list(self._resumed):
+        for request_id in list(self.resumed):
             self.discard(request_id)

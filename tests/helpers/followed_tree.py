@@ -35,5 +35,5 @@ class FollowedTree:
 
 def drawn(cache: PrefixCache, tier_of: Callable = tier_in_pool) -> list[EdgeView]:
     """The edges of a cache, whatever was noted of changes."""
-    edges = cache._index.edges()
+    edges = cache.index.edges()
     return [view_edge(edge, cache.spec.page_bytes, tier_of, 0) for edge in edges]

@@ -7,12 +7,15 @@ to another position, or to nobody any more is seen at once when it is read.
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from unittest.mock import patch
 
 import numpy as np
 
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge
+from megatron_hybrid.cache.lazy_heap import Key
 from megatron_hybrid.cache.lease import Lease, PageCopy, Reservation
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
+from megatron_hybrid.cache.policy.protocol import Evictable
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 
 SPECS = {
@@ -87,7 +90,20 @@ def seen_before(spec: CacheSpec, group: int, position: int) -> np.ndarray:
 
 def known_tokens(cache: PrefixCache, tokens, salt: str = "") -> int:
     """How many leading tokens have KV in the tree."""
-    return cache._index.walk(salt, np.array(tokens, dtype=np.int32)).depth
+    return cache.index.walk(salt, np.array(tokens, dtype=np.int32)).depth
+
+
+def least_of(cache: PrefixCache) -> tuple[Edge | Checkpoint, Key]:
+    """The candidate that would be evicted next, and its key, after all values were renewed."""
+    found = []
+
+    def look(evictable: Evictable) -> None:
+        evictable.refresh(len(list(evictable.candidates())))
+        found.append(evictable.least())
+
+    with patch.object(cache.policy, "victim", look):
+        cache.evict(1)
+    return found[0]
 
 
 def stored(edge: Edge) -> list[Checkpoint]:
@@ -294,7 +310,7 @@ class Simulator:
         """bool [pages, B]: rows that others may read."""
         size = self.spec.block_size_tokens
         visible = np.zeros_like(self.memory, dtype=bool)
-        for edge in self.cache._index.edges():
+        for edge in self.cache.index.edges():
             for block, pages in enumerate(edge.pages(size), start=edge.first_block):
                 visible[pages, : edge.held_end - block * size] = True
             for checkpoint in stored(edge):
@@ -332,11 +348,7 @@ class Simulator:
 
 def cached_paths(cache: PrefixCache):
     """(salt, all tokens from the root to the edge's end, edge) of every edge in the tree."""
-    for salt, root in cache._index._roots.items():
-        stack = [((), root)]
-        while stack:
-            before, edge = stack.pop()
-            tokens = before + tuple(edge.tokens.tolist())
-            if edge is not root:
-                yield salt, tokens, edge
-            stack.extend((tokens, child) for child in edge.children.values())
+    for edge in cache.index.edges():
+        path = edge.from_root()
+        tokens = tuple(token for each in path for token in each.tokens.tolist())
+        yield path[0].parent.salt, tokens, edge

@@ -17,12 +17,14 @@ STATE_ONLY = CacheSpec(16, (), state_bytes=4000, hidden_bytes=64)
 FREE = np.zeros(64, np.int16)  # requests that hold each page
 
 
-def edge(start, end, checkpoints=(), parent=None, spec=HYBRID, held_end=None):
-    """An edge with stored states at these positions."""
+def edge(start, end, checkpoints=(), parent=None, spec=HYBRID, held_end=None, first_page=None):
+    """An edge with stored states at these positions; its pages ascend from `first_page`."""
     if parent is None:
         parent = Edge(None, 0, np.zeros(start, np.int32), np.zeros((0, 1), np.int32))
     blocks = spec.num_blocks(end) - start // 16
     tokens, pages = np.arange(end - start, dtype=np.int32), np.zeros((blocks, 1), np.int32)
+    if first_page is not None:
+        pages += np.arange(first_page, first_page + blocks, dtype=np.int32)[:, None]
     new = Edge(parent, start, tokens, pages)
     new.first_block = start // 16
     new.held_end = end if held_end is None else held_end

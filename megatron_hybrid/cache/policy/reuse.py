@@ -196,17 +196,17 @@ class ReuseModel:
         self.distances = TailDistances()
         self._parts = parts
         self._all = FateCounts()
-        self._counts: defaultdict[tuple[Kind, Origin, bool], FateCounts] = defaultdict(
+        self.counts: defaultdict[tuple[Kind, Origin, bool], FateCounts] = defaultdict(
             partial(FateCounts, self._all)
         )
         """Counts by kind, origin of the request that saved the state, and whether it was used."""
 
     def _counts_of(self, checkpoint: Checkpoint) -> FateCounts:
-        return self._counts[checkpoint.kind, checkpoint.origin, checkpoint.uses > 0]
+        return self.counts[checkpoint.kind, checkpoint.origin, checkpoint.uses > 0]
 
     def new_rate(self, kind: Kind, origin: Origin) -> float:
         """Return the expected uses per request of a state that is about to be saved."""
-        probability, gap = self._counts[kind, origin, False].expected(self.now)
+        probability, gap = self.counts[kind, origin, False].expected(self.now)
         return probability / gap
 
     def rate(self, checkpoint: Checkpoint) -> float:

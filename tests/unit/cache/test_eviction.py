@@ -1,5 +1,6 @@
 """Eviction: its order, and that room is made or nothing happens."""
 
+import gc
 from unittest.mock import Mock
 
 import numpy as np
@@ -10,7 +11,7 @@ from valued_edges import HYBRID, PURE, STATE_ONLY, Rates, edge, tail_key, valued
 from megatron_hybrid.cache.eviction import CacheListener, Evictor, tail_start
 from megatron_hybrid.cache.index import prefix_index
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex
-from megatron_hybrid.cache.index.tree import Kind
+from megatron_hybrid.cache.index.tree import Edge, Kind
 from megatron_hybrid.cache.lease import NO_LOCAL_END
 from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
@@ -360,7 +361,7 @@ def test_what_is_never_used_again_sinks():
 
 def test_what_is_held_and_gone_is_not_remembered_for_ever():
     """A system prompt that always some request holds; behind it edges come, are joined and go."""
-    cache = PrefixCache(CacheSpec(16, (KVGroup(2, 64),), state_bytes=0, hidden_bytes=64), 100)
+    cache = PrefixCache(PURE, 100)
     text = np.array(prompt(2000, 1), np.int32)
 
     def start(tokens):
@@ -369,7 +370,8 @@ def test_what_is_held_and_gone_is_not_remembered_for_ever():
         cache.commit(lease, tokens, len(tokens))
         return lease
 
-    holding, most = start(text[:512]), 0
+    holding = start(text[:512])
+    edges = sum(isinstance(each, Edge) for each in gc.get_objects())
     for i in range(200):
         following = start(text[:512])
         cache.release(holding)
@@ -377,36 +379,31 @@ def test_what_is_held_and_gone_is_not_remembered_for_ever():
         for length in (612 + i % 300, 1000):
             cache.release(start(text[:length]))
             cache.evict(60)
-        most = max(most, len(cache._evictor._pinned.entries))
-    assert 0 < most < 150
+    more = sum(isinstance(each, Edge) for each in gc.get_objects()) - edges
+    assert more < 50
     cache.check_integrity()
 
 
 def test_what_is_held_and_enters_a_queue_meanwhile_is_forced_out_once():
     """As an edge whose last child with KV is forced out."""
-    cache = PrefixCache(CacheSpec(16, (KVGroup(2, 64),), state_bytes=0, hidden_bytes=64), 100)
-    for seed in range(3):
-        tokens = np.array(prompt(320, seed), np.int32)
-        lease = cache.acquire(tokens, capacity_tokens=320)
-        cache.restored(lease)
-        cache.commit(lease, tokens, 320)
-    evictor = cache._evictor
-    assert not evictor.make_room(99)
-    held = evictor._pinned.entries
-    first, second, _ = edges = sorted(held, key=held.get)
-    gone = []
+    room, gone = Room(PURE), []
+    prompts = [part(320, start) for start in (0, 1000, 2000)]
+    for tokens in prompts:
+        room.pool.retain(room.add(tokens))
+    edges = [room.walk(tokens).edges[-1] for tokens in prompts]
+    assert not room.make_room(99)
 
     class Again(CacheListener):
         def on_evict_blocks(self, edge, start):
             gone.append(edge)
-            if edge is first:
-                evictor.add(second)
+            if edge is edges[0]:
+                room.evictor.add(edges[1])
 
-    cache.watch(Again())
-    assert not evictor.make_room(99, force=True)  # the requests keep their pages
-    assert gone == edges
-    assert not evictor._pinned.entries
-    cache.check_integrity()
+    room.evictor.listeners.append(Again())
+    for _ in range(2):
+        assert not room.make_room(99, force=True)  # the requests keep their pages
+        assert gone == edges
+    room.index.check_integrity()
 
 
 def test_what_lies_under_a_running_request_can_be_had_when_nothing_else_is_left():
@@ -443,20 +440,21 @@ def test_no_state_is_overpriced_once_a_request_has_released_blocks_of_its_window
         16, (KVGroup(2, 64), KVGroup(2, 64, window=32)), state_bytes=4000, hidden_bytes=64
     )
     sim = Simulator(PrefixCache(window, 400))
-    evictor, prices = sim.cache._evictor, set()
+    cache, prices = sim.cache, set()
     running = sim.start(part(100, 0), declared=[20, 40, 60], chunk=step, room=40)
     running.tokens += [7] * 40
 
     def check(end=140):
         """Of states on the request's path."""
-        for state in [state for state in evictor.checkpoints.items() if state.position <= end]:
-            assert state.queued <= evictor.checkpoints.key(state)
+        for state in [s for s in cache.contents.stored_checkpoints() if s.position <= end]:
+            value = cache.policy.state_value(state, cache.allocator.ref_counts)
+            assert state.queued <= (1, value, state.last_use)
             prices.add((state.position, state.queued[1]))
 
     while running.lease.done < 140:
         assert sim.forward(running, step)
         check()
-    sim.cache.release(running.lease)
+    cache.release(running.lease)
     check()
     again = sim.start([*running.tokens[:60], *part(40, 500)], chunk=step)
     assert again.lease.skipped_tokens == 60  # inside a block, which was copied

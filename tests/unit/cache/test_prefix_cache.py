@@ -7,13 +7,13 @@ import pytest
 from cache_prompts import joined, tokens
 from matrix import matrix_rows
 from settled import settled
-from simulator import Simulator
+from simulator import Simulator, least_of
 from valued_edges import FULL, HEAVY, HYBRID, PURE
 
 from megatron_hybrid.cache import eviction
-from megatron_hybrid.cache.eviction import MAX_RISEN, Evictor
+from megatron_hybrid.cache.eviction import MAX_RISEN
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
-from megatron_hybrid.cache.policy.hybrid import REFRESHED
+from megatron_hybrid.cache.policy.hybrid import REFRESHED, HybridPolicy
 from megatron_hybrid.cache.policy.reuse import ReuseModel
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
@@ -295,12 +295,11 @@ def test_in_pure_attention_kv_is_valued_by_what_is_watched_at_its_end_from_the_s
         cache.commit(lease, prompt, 100)
         edges += lease.path.edges
         cache.release(lease)
-        tails = cache._evictor.tails
-        newest = tails.key(edges[-1])
+        values = [cache.policy.tail_value(edge) for edge in edges]
         rate = cache.policy.reuse.rate(edges[-1].checkpoints[100])
-        assert newest[:2] == (1, pytest.approx(16 * rate))  # a block
-        cache._evictor.refresh(len(tails))
-        assert tails.least() == min(map(tails.key, edges))
+        assert values[-1] == pytest.approx(16 * rate)  # a block
+        least, (_, value, _) = least_of(cache)
+        assert value == min(values) and least is edges[values.index(value)]
     assert len(edges) == 5
 
 
@@ -377,7 +376,11 @@ def test_new_documents_are_there_for_their_second_question():
 def test_no_request_waits_for_a_pass_over_all_that_is_known(spec, monkeypatch):
     """A request recomputes a bounded number of values, however many there are."""
     engine, looked_at, most = Ours(spec, 2000 * spec.page_bytes), [], 0
-    for where, name in ((Evictor, "_key"), (eviction, "tail_key"), (ReuseModel, "rate")):
+    for where, name in (
+        (HybridPolicy, "state_value"),
+        (eviction, "tail_key"),
+        (ReuseModel, "rate"),
+    ):
         call = getattr(where, name)
         monkeypatch.setattr(
             where, name, lambda *args, call=call: looked_at.append(1) or call(*args)
@@ -386,7 +389,7 @@ def test_no_request_waits_for_a_pass_over_all_that_is_known(spec, monkeypatch):
     for seed in range(700):
         serve(engine, tokens(30, 2 * seed), tokens(5, 2 * seed + 1))
         most, _ = max(most, len(looked_at)), looked_at.clear()
-    assert len(list(cache._index.checkpoints())) > 1200
+    assert len(list(cache.index.checkpoints())) > 1200
     assert most < 4 * REFRESHED + 8 * MAX_RISEN  # a part of the sweep, and its own work
     cache.check_integrity()
 

@@ -6,7 +6,7 @@ import pytest
 from cache_prompts import joined, tokens
 from followed_tree import FollowedTree
 from settled import settled
-from simulator import Simulator, stored
+from simulator import Simulator
 
 from megatron_hybrid.cache.index.tree import Kind, Origin
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
@@ -25,6 +25,12 @@ def hybrid(block=16, window=None):
 
 def simulator(block=16, num_pages=3000, window=None):
     return Simulator(PrefixCache(hybrid(block, window), num_pages))
+
+
+def states(sim, but=()):
+    """Positions of the stored states that are not of these kinds."""
+    stored = (c for c in sim.cache.index.checkpoints() if c.pages is not None)
+    return sorted(c.position for c in stored if c.kind not in but)
 
 
 def skips(sim, prompt, answer=(), **options):
@@ -48,9 +54,8 @@ def test_in_a_model_of_windows_the_first_to_part_resumes_within_a_window(window,
 def test_chunks_of_a_prefill_do_not_matter(chunk):
     sim = simulator()
     skips(sim, tokens(1000), declared=[300, 301], chunk=chunk)
-    saved = sorted(c.position for edge in sim.cache._index.edges() for c in stored(edge))
     intervals, opportunistic = {160, 320, 480, 640, 800, 960}, {256, 512, 768}
-    assert saved == sorted(intervals | opportunistic | {300, 301, 872, 1000})
+    assert states(sim) == sorted(intervals | opportunistic | {300, 301, 872, 1000})
     assert skips(sim, tokens(1000), chunk=chunk) == 1000
 
 
@@ -92,8 +97,7 @@ def test_opportunistic_states_take_only_free_pages_and_go_first():
 
 
 def spares_of(sim):
-    checkpoints = (c for edge in sim.cache._index.edges() for c in stored(edge))
-    return sorted(c.position for c in checkpoints if c.kind is Kind.OPPORTUNISTIC)
+    return states(sim, set(Kind) - {Kind.OPPORTUNISTIC})
 
 
 def test_opportunistic_states_of_a_forward_leave_room_for_its_end():
@@ -166,10 +170,6 @@ def test_intervals_of_an_answer_take_no_room_from_what_is_worth_more():
     positions = sim.cache.explain(joined(tokens(100, 1), tokens(500, 2))).positions
     kinds = {p.position: p.kind for p in positions if not p.is_stored}
     assert [kinds[p] for p in (160, 320, 480)] == [Kind.INTERVAL] * 3
-
-
-def states(sim):
-    return sorted(c.position for edge in sim.cache._index.edges() for c in stored(edge))
 
 
 def test_intervals_of_an_old_prompt_thin_out_before_all_go():
@@ -248,7 +248,7 @@ def test_a_resumed_answer_goes_on_saving_intervals_as_the_turn_that_it_is():
         assert sim.forward(resumed, 1)
     sim.finish(resumed)
     assert resumed.saved[-2:] == [320, 370]
-    path = sim.cache._index.walk("", np.array(resumed.tokens, np.int32))
+    path = sim.cache.index.walk("", np.array(resumed.tokens, np.int32))
     ends = {p: c.origin for edge in path.edges for p, c in edge.checkpoints.items()}
     assert ends[370] == SECOND_TURN
 
@@ -270,7 +270,7 @@ def test_forks_and_answers_that_end_on_a_interval_are_of_the_turn_that_they_are(
         other.tokens.append(int(token))
         assert sim.forward(other, 1)
     sim.finish(other)
-    path = sim.cache._index.walk("", np.array(other.tokens, np.int32))
+    path = sim.cache.index.walk("", np.array(other.tokens, np.int32))
     end = path.edges[-1].at(320).checkpoints.get(320)
     assert (end.kind, end.origin) == (Kind.ANSWER_END, SECOND_TURN)
 

@@ -9,6 +9,7 @@ add up.
 
 import itertools
 import os
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from matrix import matrix_rows
 from simulator import Simulator, cached_paths, known_tokens, stored
 
+from megatron_hybrid.cache import prefix_cache
 from megatron_hybrid.cache.index.prefix_index import SEQUENCE_TOKENS
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.policy.placement import NO_INTERVAL
@@ -73,8 +75,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     )
     def make(self, name, mode, num_pages, known_limit=1 << 20, opportunistic_tokens=NO_INTERVAL):
         self.spec = SPECS[name]
-        self.cache = PrefixCache(self.spec, num_pages, mode)
-        self.cache._known_limit = min(known_limit, self.cache._known_limit)
+        with patch.object(prefix_cache, "known_limit", return_value=known_limit):
+            self.cache = PrefixCache(self.spec, num_pages, mode)
         self.cache.policy.opportunistic_tokens = opportunistic_tokens
         self.sim = Simulator(self.cache)
         self.followed = FollowedTree()
@@ -158,7 +160,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.cache.expected.add(request_id, tokens)
         else:
             self.cache.expected.discard(request_id)
-        known = [found for found in self.cache.expected._resumed.values() if found is not None]
+        known = [found for found in self.cache.expected.resumed.values() if found is not None]
         assert self.cache.policy.reuse.num_waiting == len(known)
         assert all(found.waiting == known.count(found) for found in known)
 
@@ -406,7 +408,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             (r.lease.block_table.tolist(), r.done, len(r.lease.reservations)) for r in self.running
         ]
         counts = pool.ref_counts.tolist(), pool.cached_counts.tolist(), pool.num_free
-        return tree, leases, counts, self.cache.digest(), self.cache._index.tick
+        return tree, leases, counts, self.cache.digest(), self.cache.index.tick
 
 
 TestPrefixCacheMachine = PrefixCacheMachine.TestCase

@@ -10,6 +10,7 @@ from test_prefix_cache_machine import SPECS, some_tokens
 
 from megatron_hybrid.cache.eviction import Evictor
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex
+from megatron_hybrid.cache.lease import Lease
 from megatron_hybrid.cache.matching import PrefixLookup
 from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.cache.pages.lease_pages import LeasePages, held_pages
@@ -39,6 +40,7 @@ class FailingCache:
     def __init__(self, cache: PrefixCache, random: np.random.Generator):
         self.cache, self.random = cache, random
         self.failing = FailingAllocator()
+        self.leases: list[Lease] = []
         self.num_failed = 0
 
     def __getattr__(self, name: str):
@@ -47,7 +49,8 @@ class FailingCache:
             return found
 
         def operation(*args, **kwargs):
-            held = {lease: self.held(lease) for lease in self.cache._leases}
+            self.leases = [lease for lease in self.leases if not lease.released]
+            held = [self.held(lease) for lease in self.leases]
             fail_at = int(self.random.geometric(0.1))
             with self.failing as allocator:
                 allocator.arm(fail_at)
@@ -57,17 +60,23 @@ class FailingCache:
                     allocator.arm(None)
                 else:
                     if name != "commit" or not allocator.has_failed:
-                        return result
+                        return self.noted(result)
                     # What it could not make visible comes now.
                     return found(*args, **{**kwargs, "flush": True})
             self.num_failed += 1
             self.cache.check_integrity()
-            assert list(self.cache._leases) == list(held), "a lease came or went"
-            for lease, (pages, done) in held.items():
+            assert self.cache.stats()["leases"] == len(held), "a lease came or went"
+            for lease, (pages, done) in zip(self.leases, held):
+                assert not lease.released
                 assert pages <= self.held(lease)[0] and lease.done == done
-            return found(*args, **kwargs)
+            return self.noted(found(*args, **kwargs))
 
         return operation
+
+    def noted(self, result):
+        if isinstance(result, Lease):
+            self.leases.append(result)
+        return result
 
     @staticmethod
     def held(lease) -> tuple[set[int], int]:
@@ -193,7 +202,7 @@ def test_a_request_that_was_expected_starts_without_memory(monkeypatch):
     sim.finish(running)
     cache = sim.cache
     cache.expected.add(1, tokens(70))
-    assert [found for found in cache.expected._resumed.values() if found is not None]
+    assert [found for found in cache.expected.resumed.values() if found is not None]
 
     def fail(evictor, checkpoint):
         raise MemoryError

@@ -10,6 +10,7 @@ import pytest
 from differential import InjectedError, LogitsRecorder, check_answer, failing_forward, poison
 from matrix import matrix_rows
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
+from simulator import cached_paths, stored
 
 from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.inference.requests.options import RequestOptions
@@ -91,29 +92,21 @@ def visible_bytes(engine) -> dict[tuple, bytes]:
             for number in layers:
                 page = int(row[memory.table_of_layer[number][1]])
                 for name, view in zip("kv", memory.kv_pages(number)):
-                    key = name, number, page, position, tuple(tokens[: position + 1])
+                    key = name, number, page, position, tokens[: position + 1]
                     seen[key] = view[page, position % block].numpy().tobytes()
 
-    def walk(edge, tokens):
-        tokens = [*tokens, *edge.tokens.tolist()]
-        if edge.parent is not None:
-            full = [number for number, is_windowed in windowed.items() if not is_windowed]
-            rows(tokens, edge.first_block, edge.pages(block), edge.start, edge.held_end, full)
-            for position, checkpoint in edge.checkpoints.items():
-                if checkpoint.pages is None:
-                    continue
-                key = "state", tuple(checkpoint.pages.tolist()), tuple(tokens[:position])
-                seen[key] = memory.pool[checkpoint.pages].numpy().tobytes()
-                for group, pages in zip(engine.cache.spec.local_groups, checkpoint.local_pages):
-                    window = engine.cache.spec.groups[group].window
-                    first = engine.cache.spec.first_local_block(group, position)
-                    layers = [number for number, is_windowed in windowed.items() if is_windowed]
-                    rows(tokens, first, pages, max(0, position - window), position, layers)
-        for child in edge.children.values():
-            walk(child, tokens)
-
-    for root in engine.cache._index._roots.values():
-        walk(root, [])
+    full = [number for number, is_windowed in windowed.items() if not is_windowed]
+    local = [number for number, is_windowed in windowed.items() if is_windowed]
+    for _, tokens, edge in cached_paths(engine.cache):
+        rows(tokens, edge.first_block, edge.pages(block), edge.start, edge.held_end, full)
+        for checkpoint in stored(edge):
+            position = checkpoint.position
+            key = "state", tuple(checkpoint.pages.tolist()), tokens[:position]
+            seen[key] = memory.pool[checkpoint.pages].numpy().tobytes()
+            for group, pages in zip(engine.cache.spec.local_groups, checkpoint.local_pages):
+                window = engine.cache.spec.groups[group].window
+                first = engine.cache.spec.first_local_block(group, position)
+                rows(tokens, first, pages, max(0, position - window), position, local)
     return seen
 
 

@@ -104,7 +104,7 @@ def test_invariant_8_tokens_without_memory_to_publish_them_are_not_found_by_othe
     engine = tiny_engine(MODEL)
     prompt = random_tokens(100)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.cache._index, "insert", no_memory)
+        patch.setattr(engine.cache.index, "insert", no_memory)
         result = engine.generate([prompt], greedy(5))[0]
     assert is_greedy(MODEL, prompt, result.token_ids)
     assert engine.explain(prompt).match.shared_tokens == 0

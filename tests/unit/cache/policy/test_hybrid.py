@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from settled import settled
-from simulator import Simulator
+from simulator import Simulator, least_of
 from valued_edges import edge
 
 from megatron_hybrid.cache.index.tree import NO_ORIGIN, Kind, Origin
@@ -44,7 +44,7 @@ def test_the_example_of_the_docs():
     assert skipped == [(0, 0), (0, 160), (320, 320), (480, 480)]
     assert origins == [NO_ORIGIN, NO_ORIGIN, *2 * [Origin(Kind.ANSWER_END)]]
 
-    cache._evictor.refresh(10)
+    least_of(cache)
     found = {row_of(policy, cache, state) for state in cache.contents.stored_checkpoints()}
     page = Path(hybrid.__file__).parents[3] / "docs" / "how" / "policy.md"
     text = page.read_text(encoding="utf-8")
@@ -59,7 +59,8 @@ def test_the_example_of_the_docs():
 
 
 def row_of(policy, cache, state):
-    probability, gap = policy.reuse._counts_of(state).expected(policy.now)
+    counts = policy.reuse.counts[state.kind, state.origin, state.uses > 0]
+    probability, gap = counts.expected(policy.now)
     previous, refs = state.previous(), cache.allocator.ref_counts
     tokens = state.position - (previous.position if previous else 0)
     rate, value = policy.reuse.rate(state), policy.state_value(state, refs)

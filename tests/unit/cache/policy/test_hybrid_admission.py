@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from cache_prompts import tokens
 
+from megatron_hybrid.cache.pages.lease_pages import LeasePages
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.policy.hybrid import STEP_TOKENS, AnswerLengths, saved_by_one_more
 from megatron_hybrid.cache.prefix_cache import PrefixCache
@@ -164,7 +165,7 @@ WINDOWS = CacheSpec(16, (KVGroup(2, 64), KVGroup(10, 64, window=64)), state_byte
 
 @pytest.mark.parametrize("shared", [0, 100, 480, 1600])
 @pytest.mark.parametrize("chunk", [1, 16, 100, 512, None])
-def test_the_most_pages_are_those_of_the_largest_forward(shared, chunk):
+def test_the_most_pages_are_those_of_the_largest_forward(monkeypatch, shared, chunk):
     """The pages that a prompt takes, forward by forward, are at most the ones that admission
     counts, and as many once a forward is as long as the longest and starts behind a window."""
     length = 2000
@@ -175,8 +176,13 @@ def test_the_most_pages_are_those_of_the_largest_forward(shared, chunk):
     cache.acquire(tokens(16, 9), capacity_tokens=16)  # nothing is priced for a request alone
     before = cache.allocator.num_pages - cache.allocator.num_free
     counted = []
-    most_needed = cache._pages.most_needed
-    cache._pages.most_needed = lambda *args: counted.append(most_needed(*args)) or counted[-1]
+    most_needed = LeasePages.most_needed
+
+    def count(*args):
+        counted.append(most_needed(*args))
+        return counted[-1]
+
+    monkeypatch.setattr(LeasePages, "most_needed", count)
     lease = cache.acquire(prompt, capacity_tokens=length, chunk_tokens=chunk)
     assert lease.skipped_tokens == shared
     peak = 0
@@ -211,7 +217,8 @@ def test_a_prompt_of_several_forwards_is_priced_at_its_largest_one():
     length, chunk = 512, 256
     first = length // 16 + chunk // 16 * spec.pages_per_block[1]
     largest = length // 16 * (1 + spec.pages_per_block[1])
-    assert cache._evictor.make_room(first) and cache.allocator.num_free < largest
+    cache.evict(first - cache.allocator.num_free)
+    assert first <= cache.allocator.num_free < largest
     stranger = tokens(length, 50_000)
     assert cache.acquire(stranger, capacity_tokens=length, chunk_tokens=chunk) is None
     assert cache.stats()["held_back"] == 1

@@ -13,7 +13,6 @@ from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.cache.policy.reuse import (
     MEMORY,
     MOST_PROBABLE,
-    PRIOR_DISTANCES,
     PRIOR_GAP,
     PRIOR_PROBABILITY,
     WEIGHT,
@@ -134,10 +133,16 @@ def test_uses_are_counted_in_the_fate_that_the_state_had():
     model, state = model_at(500), checkpoint(born=100, last_use=100, origin=AFTER_ANSWER)
     model.watch(state)
     model.count_use(state)
-    unused, used = (model._counts[Kind.JUNCTION, AFTER_ANSWER, used] for used in (False, True))
-    assert (unused._states, unused._uses, unused._gaps) == (1, 1, 400)
-    assert (used._states, used._uses) == (1, 0)
-    assert (model._all._states, model._all._uses) == (2, 1)
+    mean = FateCounts()
+    unused, used = FateCounts(mean), FateCounts(mean)
+    unused.add_state(500)
+    unused.add_use(400)
+    used.add_state(500)
+    rates = model.new_rate(Kind.JUNCTION, AFTER_ANSWER), model.rate(state)
+    expected = [
+        probability / gap for probability, gap in (unused.expected(500), used.expected(500))
+    ]
+    assert rates == pytest.approx(expected)
 
 
 def test_powers_are_products():
@@ -269,7 +274,7 @@ def test_distances(prompt, expected):
     tree.watch(counting(100), Kind.PROMPT_END)
     tree.watch(counting(110), Kind.ANSWER_END)
     tree.observe(prompt)
-    assert list(tree.model.distances._recent)[len(PRIOR_DISTANCES) :] == expected
+    assert list(tree.model.distances.weights()) == observed(*expected)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +297,7 @@ def test_distances_to_an_end_beyond_forks(prompt, expected):
         tree.add(other)
         tree.watch(other, Kind.PROMPT_END)
     tree.observe(prompt)
-    assert list(tree.model.distances._recent)[len(PRIOR_DISTANCES) :] == expected
+    assert list(tree.model.distances.weights()) == observed(*expected)
 
 
 def test_without_a_part_uses_and_origins_are_not_told_apart():

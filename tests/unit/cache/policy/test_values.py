@@ -121,8 +121,7 @@ def test_local_blocks_that_a_request_holds_are_not_charged_to_a_state():
 @pytest.mark.parametrize("position", [320, 325])  # who resumes inside a block copies that one
 def test_kv_that_a_request_holds_is_not_charged_to_a_state(position, held, pages):
     """A state on (64, 340], whose blocks 4 to 21 are the pages 8 to 25."""
-    lower = edge(64, 340, (position,), edge(0, 64, (64,)))
-    lower._pages = np.arange(8, 26, dtype=np.int32).reshape(-1, 1)
+    lower = edge(64, 340, (position,), edge(0, 64, (64,)), first_page=8)
     ref_counts = FREE.copy()
     ref_counts[held] = 1
     value = checkpoint_value(lower.checkpoints[position], HYBRID, Rates(), ref_counts)
@@ -132,9 +131,7 @@ def test_kv_that_a_request_holds_is_not_charged_to_a_state(position, held, pages
 
 def test_of_a_state_on_a_short_edge_the_block_that_is_held_lies_above():
     """(0, 50] and (50, 60] with a state: who resumes there holds the three full blocks."""
-    lower = edge(50, 60, (60,), edge(0, 50))
-    lower.parent._pages = np.arange(8, 12, dtype=np.int32).reshape(-1, 1)
-    lower._pages = np.full((1, 1), 12, dtype=np.int32)
+    lower = edge(50, 60, (60,), edge(0, 50, first_page=8), first_page=12)
     for held, expected in ((10, True), (9, False), (12, False)):
         ref_counts = FREE.copy()
         ref_counts[held] = 1
