@@ -27,7 +27,7 @@ class Stream(Iterator[RequestOutput]):
         cancel: Callable[[Request], None],
         abandoned: deque[Request],
     ):
-        self._request = request
+        self.request = request
         self._step = step
         self._cancel = cancel
         self._abandoned = abandoned
@@ -35,7 +35,7 @@ class Stream(Iterator[RequestOutput]):
         self._is_closed = False
 
     def __next__(self) -> RequestOutput:
-        request, unread = self._request, self._request.unread
+        request, unread = self.request, self.request.unread
         if self._is_closed:
             raise StopIteration
         try:
@@ -59,7 +59,7 @@ class Stream(Iterator[RequestOutput]):
         if self._has_ended:
             return
         try:
-            self._cancel(self._request)
+            self._cancel(self.request)
         except EngineBusyError:
             self._is_closed = was_closed  # nothing has changed
             raise
@@ -67,7 +67,7 @@ class Stream(Iterator[RequestOutput]):
     @property
     def _has_ended(self) -> bool:
         """Whether nothing of the request is in the engine any more."""
-        return all(sample.closed for sample in self._request.samples)
+        return all(sample.closed for sample in self.request.samples)
 
     def __enter__(self) -> "Stream":
         return self
@@ -77,4 +77,4 @@ class Stream(Iterator[RequestOutput]):
 
     def __del__(self) -> None:
         if not self._has_ended:
-            self._abandoned.append(self._request)
+            self._abandoned.append(self.request)

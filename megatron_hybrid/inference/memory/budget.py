@@ -36,7 +36,7 @@ _SQUARES = 10
 def available_bytes(device: torch.device) -> int:
     """Return the bytes that this process can still allocate. All of inference asks here."""
     if device.type != "cuda":
-        return _available_on_host(Path("/"))
+        return available_on_host(Path("/"))
     free, _ = torch.cuda.mem_get_info(device)
     stats = torch.cuda.memory_stats(device)
     # torch gives its unused memory back before it lacks any, except parts of blocks.
@@ -44,7 +44,7 @@ def available_bytes(device: torch.device) -> int:
     return free + unused - stats["inactive_split_bytes.all.current"]
 
 
-def _available_on_host(root: Path) -> int:
+def available_on_host(root: Path) -> int:
     """Return the least of what the machine has available, what is left in each control group, and
     what is left of the address space (ulimit -v). root: of the file system."""
     meminfo = dict(_numbers(root / "proc/meminfo"))

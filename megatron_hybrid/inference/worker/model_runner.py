@@ -84,7 +84,7 @@ class ModelRunner:
         """Bytes of preempted requests in host memory, by request id."""
         self.ranks = ranks
         self.graphs = graphs
-        self._derived: dict = {}  # see `keep_derived`
+        self.derived: dict = {}  # see `keep_derived`
         self._has_copies = has_copies
         is_alone = self.memory.device.type == "cpu" and ranks.size == 1
         self._tapes = DecodeTapes(model, context) if is_alone else None
@@ -101,7 +101,7 @@ class ModelRunner:
         """Drop values derived from weights that have changed. Graphs stay if the new weights have
         the addresses of the old ones; else they are captured again."""
         if self.graphs is not None and self.graphs.hold():
-            work_out_again(self._derived)
+            work_out_again(self.derived)
             return
         self.drop_graphs()
         if not self.memory.is_released:
@@ -113,7 +113,7 @@ class ModelRunner:
             self.graphs.drop()
         if self._tapes is not None:
             self._tapes.drop()
-        self._derived.clear()
+        self.derived.clear()
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -121,7 +121,7 @@ class ModelRunner:
         adapters = nullcontext() if self._adapters is None else self._adapters.of_rows(self.context)
         # Autocast multiplies by torch, which cannot read the copies.
         has_copies = self._has_copies and not torch.is_autocast_enabled("cpu")
-        with keep_derived(self._derived, has_copies), adapters:
+        with keep_derived(self.derived, has_copies), adapters:
             yield
 
     @torch.inference_mode()

@@ -90,7 +90,7 @@ def gumbel_noise(hash_mC: Tensor) -> Tensor:
     return -(-torch.log1p(-w_mC)).log()
 
 
-def _noise_bound(hash_mV: Tensor) -> Tensor:
+def noise_bound(hash_mV: Tensor) -> Tensor:
     """Return an upper bound of each token's Gumbel noise, fp32. If large, it is within 0.06 of it.
 
     w <= -log(1 - w) bounds the noise by -log(w); the bits of a float, as an integer, are a
@@ -198,7 +198,7 @@ def sample(
                 tokens_m.masked_fill_(~is_all_m, DRAW_AGAIN)
         else:
             kept_mV = rows.tempered(logits_mV, logits_mV.amax(dim=-1, keepdim=True))
-            bounds_mV = _noise_bound(token_hash(ids_1V, rows.keys_2m1)).add_(kept_mV)
+            bounds_mV = noise_bound(token_hash(ids_1V, rows.keys_2m1)).add_(kept_mV)
             ids_mC = bounds_mV.topk(min(_NUM_LOUDEST, bounds_mV.shape[1]), sorted=False).indices
             tokens_m = _loudest(kept_mV.gather(1, ids_mC), ids_mC, rows.keys_2m1)
         tokens_n.index_copy_(0, rows.numbers_m, tokens_m)

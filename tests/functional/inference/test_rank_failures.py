@@ -7,7 +7,7 @@ import shutil
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from unittest import mock
 
@@ -33,6 +33,7 @@ from megatron_hybrid.inference.memory.cache_pool import CachePool
 from megatron_hybrid.inference.scheduling.scheduler import RestoreFailedError
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
+from megatron_hybrid.offload.page_mover import PageMover
 
 RANKS = 2
 MODEL = dict(layer_pattern="M*S-W*", mamba_num_groups=2, sliding_window=20)
@@ -113,14 +114,14 @@ def no_room_to_fetch(model, rank, folder):
     engine = make_engine(model, host_cache_bytes=1 << 20)
     found = ask(engine, PROMPTS[0])
     engine.cache.evict(10**6)
-    with failing(engine.offload._mover, "to_pool", NO_MEMORY, on=rank == 1):
+    with failing(PageMover, "to_pool", NO_MEMORY, on=rank == 1):
         return engine, found + ask(engine, PROMPTS[0])
 
 
 def no_room_in_host_memory(model, rank, folder):
     engine = make_engine(model, host_cache_bytes=1 << 20)
     found = ask(engine, PROMPTS[0]) + ask(engine, PROMPTS[1])
-    with failing(engine.offload._mover, "to_host", NO_MEMORY, on=rank == 1, times=1):
+    with failing(PageMover, "to_host", NO_MEMORY, on=rank == 1, times=1):
         engine.cache.evict(10**6)
     found += ask(engine, PROMPTS[0], PROMPTS[1])
     engine.cache.evict(10**6)
@@ -133,7 +134,8 @@ def full_disk(model, rank, folder):
     with failing(os, "pwrite", full, on=rank == 1):
         found = ask(engine, PROMPTS[0])
         engine.cache.evict(10**6)
-        engine.offload.disk.store._wait_for_jobs()
+        with suppress(OSError):
+            engine.offload.disk.store.flush()
         found += ask(engine, PROMPTS[0], PROMPTS[1])
     return engine, found + ask(engine, PROMPTS[0])
 
@@ -157,9 +159,8 @@ def damaged_disk(model, rank, folder):
     engine.cache.evict(10**6)
     engine.offload.disk.store.flush()
     if rank == 1:
-        store = engine.offload.disk.store
-        size = os.fstat(store._pages._file).st_size
-        os.pwrite(store._pages._file, b"\xff" * size, 0)
+        pages = engine.offload.disk.store.folder / "pages.bin"
+        pages.write_bytes(b"\xff" * pages.stat().st_size)
     found += ask(engine, PROMPTS[0])
     return engine, found + ask(engine, PROMPTS[0])
 
@@ -168,10 +169,9 @@ def slow_disk(model, rank, folder):
     engine = make_engine(model, cache_dir=folder)
     found = ask(engine, PROMPTS[0])
     engine.cache.evict(10**6)
-    store = engine.offload.disk.store
-    store.flush()
-    read = store._read
-    with mock.patch.object(store, "_read", lambda r: (time.sleep(0.2 * rank), read(r))[1]):
+    engine.offload.disk.store.flush()
+    read = os.preadv
+    with mock.patch.object(os, "preadv", lambda *of: (time.sleep(0.2 * rank), read(*of))[1]):
         return engine, found + ask(engine, PROMPTS[0], PROMPTS[1])
 
 

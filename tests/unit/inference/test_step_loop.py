@@ -193,7 +193,7 @@ def test_a_launched_step_that_fails_stops_no_call(way, monkeypatch):
     if way == "cancel":
         engine.cancel(request)
     elif way == "drop":
-        request = stream._request
+        request = stream.request
         del stream
         with pytest.raises(InjectedError):
             engine.step()

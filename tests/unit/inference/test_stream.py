@@ -319,7 +319,7 @@ def test_the_end_of_a_stream_ends_all_samples_that_are_not_answered(drop):
     stream = engine.stream(prompt, sampling, RequestOptions(n=3))
     while next(stream).result is None:
         pass
-    request, *others = stream._request.samples
+    request, *others = stream.request.samples
     assert request.finish_reason == "stop" and not any(sample.done for sample in others)
     if not drop:
         stream.close()

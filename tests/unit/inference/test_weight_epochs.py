@@ -13,6 +13,7 @@ from torch import nn
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.offload.fetch import FetchState
+from megatron_hybrid.offload.page_mover import PageMover
 from megatron_hybrid.training.core_cpu_patch import core_cpu_patch
 
 PROMPT, SECOND, THIRD = (random_tokens(100, seed=seed) for seed in range(3))
@@ -169,7 +170,9 @@ def test_nothing_of_older_weights_outlives_a_suspension(tmp_path, change, keep_c
 
 @pytest.mark.parametrize("is_loading", [False, True])
 @pytest.mark.parametrize("host_bytes", [0, 8 << 20], ids=["disk", "host"])
-def test_a_fetch_under_way_brings_nothing_of_older_weights(tmp_path, host_bytes, is_loading):
+def test_a_fetch_under_way_brings_nothing_of_older_weights(
+    tmp_path, host_bytes, is_loading, monkeypatch
+):
     model = fresh_model()
     folder = None if host_bytes else tmp_path
     engine = tiny_engine(model, host_cache_bytes=host_bytes, cache_dir=folder)
@@ -177,13 +180,13 @@ def test_a_fetch_under_way_brings_nothing_of_older_weights(tmp_path, host_bytes,
     engine.cache.evict(10**6)
     (tier,) = engine.offload.tiers
     store, tier.store = tier.store, SlowStore(tier.store)
-    to_pool = engine.offload._mover.to_pool
+    to_pool = PageMover.to_pool
 
     def slow_to_pool(*parts):
         to_pool(*parts)
         return SlowArrival(lambda: False)
 
-    engine.offload._mover.to_pool = slow_to_pool
+    monkeypatch.setattr(PageMover, "to_pool", slow_to_pool)
     request = engine.add_request(PROMPT, greedy(5))
     engine.step()
     late = [(future, store.get(record).result()) for future, record in tier.store.reads]

@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import threading
 import time
+from contextlib import suppress
 from unittest.mock import Mock
 
 import numpy as np
@@ -495,7 +496,8 @@ def test_a_full_disk_can_be_read(filled, full):
     tier = open_tier(filled)
     assert all(Prompt(i).is_right_in(tier) for i in range(10))
     tier.remove(tier.find(Prompt(3).keys))
-    tier.store._wait_for_jobs()
+    with pytest.raises(OSError, match="No space left"):
+        tier.store.flush()
     assert "No space left" in tier.store.problems[0]
     assert not Prompt(10).keep_in(tier)
     tier.store.close()
@@ -530,7 +532,8 @@ def test_a_disk_with_space_again_is_written_again(tier, filled, full, monkeypatc
     tier.remove(tier.find(Prompt(3).keys))
     patch.undo()
     # A crash now would find what was there before.
-    tier.store._wait_for_jobs()
+    with pytest.raises(OSError, match=f"writing to {filled} failed: .* No space left"):
+        tier.store.flush()
     assert (filled / "index.sqlite3").read_bytes() == index
     assert not (filled / "index.sqlite3-wal").stat().st_size
     if by == "recover":
@@ -595,7 +598,8 @@ def small_disk(monkeypatch):
 
 
 def forget_unwritten(tier):
-    tier.store._wait_for_jobs()
+    with suppress(OSError):
+        tier.store.flush()
     for record in tier.store.take_lost():
         tier.remove(record)
 

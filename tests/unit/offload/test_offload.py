@@ -10,6 +10,7 @@ import re
 import threading
 import weakref
 from collections import Counter
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.requests.request import RequestStatus
 from megatron_hybrid.offload import disk_store, fetch
 from megatron_hybrid.offload.disk_store import CacheFolderError
+from megatron_hybrid.offload.page_mover import PageMover
 from megatron_hybrid.offload.prefix_keys import PrefixKeys
 
 PATTERNS = {
@@ -418,7 +420,7 @@ def test_queued_prompts_do_not_evict_each_other(monkeypatch, slots, in_pool, is_
     prompts = [random_tokens(100, seed=seed) for seed in range(8)]
     expected = [answer(engine, prompt).token_ids for prompt in prompts]
     empty_pool(engine)
-    to_pool = engine.offload._mover.to_pool
+    to_pool = PageMover.to_pool
 
     def late(*parts):
         """Their pages have arrived when they are asked for the third time."""
@@ -427,7 +429,7 @@ def test_queued_prompts_do_not_evict_each_other(monkeypatch, slots, in_pool, is_
         return SlowArrival(lambda: next(asked) > 1)
 
     if is_late:
-        monkeypatch.setattr(engine.offload._mover, "to_pool", late)
+        monkeypatch.setattr(PageMover, "to_pool", late)
     results = engine.generate(prompts, greedy(6))
     assert [result.prefix.fetched_tokens for result in results] == [100] * 8
     assert [result.token_ids for result in results] == expected
@@ -569,7 +571,7 @@ def test_what_fails_on_the_way_into_the_pool_is_computed(slow, monkeypatch, erro
     def to_pool(*parts):
         raise error
 
-    monkeypatch.setattr(engine.offload._mover, "to_pool", to_pool)
+    monkeypatch.setattr(PageMover, "to_pool", to_pool)
     if not isinstance(error, MemoryError):
         with pytest.raises(OSError, match="a bug"):
             engine.step()
@@ -640,7 +642,7 @@ def test_a_handle_keeps_no_bytes(slow):
 
 
 @pytest.mark.parametrize("in_pool", [False, True])
-def test_an_engine_is_closed_while_it_fetches(tmp_path, in_pool):
+def test_an_engine_is_closed_while_it_fetches(tmp_path, in_pool, monkeypatch):
     engine = tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path)
     prompt = random_tokens(60)
     answer(engine, prompt)
@@ -649,7 +651,7 @@ def test_an_engine_is_closed_while_it_fetches(tmp_path, in_pool):
     store = disk.store = SlowStore(disk.store)
     request = engine.add_request(prompt, greedy(6))
     if in_pool:
-        engine.offload._mover.to_pool = lambda *parts: SlowArrival(lambda: False)
+        monkeypatch.setattr(PageMover, "to_pool", lambda *parts: SlowArrival(lambda: False))
         step_with_arrival(engine, store)
         engine.step()
     else:
@@ -666,6 +668,14 @@ def test_an_engine_is_closed_while_it_fetches(tmp_path, in_pool):
 # What is damaged is not used ---------------------------------------------------------------------
 
 
+def damage(store, record):
+    """Change a bit of a record in the file."""
+    path = store.folder / "pages.bin"
+    content = bytearray(path.read_bytes())
+    content[content.index(store.get(record).result().numpy().tobytes()) + 100] ^= 4
+    path.write_bytes(content)
+
+
 def test_a_damaged_page_costs_a_look_at_what_lies_before_it(tmp_path):
     model, prompt = tiny_model("MG*-"), random_tokens(100)
     engine = tiny_engine(model, cache_dir=tmp_path)
@@ -673,13 +683,8 @@ def test_a_damaged_page_costs_a_look_at_what_lies_before_it(tmp_path):
     expected = answer(engine, prompt).token_ids
     engine.save_cache()
     deep = max(engine.offload.disk.records(), key=lambda record: record.position)
-    slot = int(engine.offload.disk.store._placed[deep.key].slots[0])
+    damage(engine.offload.disk.store, deep)
     engine.close()
-    path = tmp_path / "rank-0-of-1" / "pages.bin"
-    content = bytearray(path.read_bytes())
-    content[slot * engine.cache.spec.page_bytes + 100] ^= 4
-    path.write_bytes(content)
-
     engine = tiny_engine(model, cache_dir=tmp_path)
     longer = [*prompt, *expected, 3]
     result = answer(engine, longer)
@@ -716,7 +721,7 @@ def test_what_could_not_be_read_once_is_still_there(tmp_path, monkeypatch):
     monkeypatch.setattr(fetch.time, "monotonic", lambda: 1e12)
     empty_pool(engine)
     assert answer(engine, prompts[0]).prefix.fetched_tokens == 70
-    assert not engine.offload.fetches._fetches
+    assert not engine.offload.fetches.is_busy
     engine.close()
 
 
@@ -732,7 +737,8 @@ def test_what_could_not_be_written_is_not_counted_and_comes_later(tmp_path, monk
         answer(engine, prompts[0])
         empty_pool(engine)
         answer(engine, prompts[1])
-        engine.offload.disk.store._wait_for_jobs()
+        with pytest.raises(OSError, match="No space left"):
+            engine.offload.disk.store.flush()
         stats = engine.stats()
         assert (stats["disk_bytes"], stats["disk_states"], stats["disk_kv_blocks"]) == (0, 0, 0)
         assert stats["disk_records_unwritten"] >= 4
@@ -765,7 +771,8 @@ def test_a_full_disk_is_a_smaller_tier(tmp_path, monkeypatch, number):
     def ask(seed):
         result = answer(engine, random_tokens(60, seed=seed))
         empty_pool(engine)
-        disk.store._wait_for_jobs()
+        with suppress(OSError):
+            disk.store.flush()
         return result.prefix.fetched_tokens
 
     with monkeypatch.context() as patch:
@@ -821,8 +828,7 @@ def test_another_folder_gets_what_only_the_own_one_has(tmp_path, pattern):
     disk = engine.offload.disk
     damaged = disk.find(PrefixKeys(torch.tensor(prompts[3]).numpy(), "", 16))
     disk.store.flush()
-    page = int(disk.store._placed[damaged.key].slots[0])
-    os.pwrite(disk.store._pages._file, b"damaged", page * engine.cache.spec.page_bytes)
+    damage(disk.store, damaged)
     held = engine.stats()
     saved = engine.save_cache(tmp_path / "other")
     assert engine.save_cache(tmp_path / "other") == saved

@@ -80,7 +80,9 @@ def test_what_sequences_have_in_common_is_hashed_once(monkeypatch):
         recent.of(tokens, "").blocks(len(tokens) // 16)
         recent.of(tokens[:800], "").blocks(50)
         assert len(hashed) == 2 + 2  # two salts, two blocks
-    assert len(recent._recent) == 1
-    for other in range(2 * MAX_RECENT):
-        recent.of(tokens, str(other))
-    assert len(recent._recent) == MAX_RECENT
+    for others, num_hashed in ((MAX_RECENT - 1, 1), (MAX_RECENT, 1 + len(tokens) // 16)):
+        for other in range(others):
+            recent.of(tokens, str(other))
+        hashed.clear()
+        recent.of(tokens, "").blocks(len(tokens) // 16)
+        assert len(hashed) == num_hashed  # of the salt; it took one place, then lost it

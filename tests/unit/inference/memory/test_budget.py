@@ -69,14 +69,14 @@ def test_the_least_of_machine_and_control_groups_is_available(tmp_path, groups, 
     for name, (limit, used, cached) in files.items():
         limit = limit * mib if isinstance(limit, int) and limit < 1 << 40 else limit
         write_group(mount / name, limit, used * mib, cached * mib, version=version)
-    assert budget._available_on_host(tmp_path) == expected * mib
+    assert budget.available_on_host(tmp_path) == expected * mib
 
 
 def test_an_address_space_limit_counts(tmp_path, monkeypatch):
     write_machine(tmp_path, 1000 << 20)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (300 << 20, -1))
     used = 100 * resource.getpagesize()
-    assert budget._available_on_host(tmp_path) == (300 << 20) - used
+    assert budget.available_on_host(tmp_path) == (300 << 20) - used
 
 
 class SomeRanks:

@@ -247,10 +247,10 @@ def test_what_follows_from_weights_is_worked_out_once_until_they_change():
     model = fresh_model("MGKH*")
     engine, params = tiny_engine(model), greedy(3, return_log_probs=True)
     engine.generate([PROMPT[:20]], params)
-    kept = dict(engine.runner._derived)
+    kept = dict(engine.runner.derived)
     assert sum(name == "A" for _, name in kept) == 4 and len(kept) > 8
     engine.generate([PROMPT[:20]], params)
-    assert all(engine.runner._derived[key] is value for key, value in kept.items())
+    assert all(engine.runner.derived[key] is value for key, value in kept.items())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("A_log", "norm.weight")):
@@ -269,14 +269,14 @@ def test_weights_are_kept_in_another_layout_where_there_is_room(fraction, monkey
     engine = tiny_engine(model)
     for _ in range(2):
         found = engine.generate([PROMPT[:20]], params)[0]
-        kept = {name for _, name in engine.runner._derived}
+        kept = {name for _, name in engine.runner.derived}
         assert ("reordered" in kept) == (fraction > 0 and can_reorder(model.output_layer.weight))
         logits = copy_of(model)(torch.tensor([PROMPT[:20] + found.token_ids]))[0, 19:]
         right = [float(row[t]) for row, t in zip(logits.log_softmax(-1), found.token_ids)]
         assert found.log_probs == pytest.approx(right, abs=1e-5)
         write_in_place(model)
     engine.suspend()
-    assert not engine.runner._derived
+    assert not engine.runner.derived
 
 
 def test_steps_inside_autocast_do_without_the_other_layout():

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron_hybrid.checkpoints.folder import adapter_of, config_of
 from megatron_hybrid.checkpoints.model_tensors import own_tensors
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
+from megatron_hybrid.distributed.rank_control import RankControl
 from megatron_hybrid.inference.exclusive import EngineBusyError
 from megatron_hybrid.inference.weights.updates import WeightsUnfinishedError
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
@@ -388,5 +389,5 @@ def test_the_rank_that_has_ended_is_named_as_the_failure(monkeypatch):
         with pytest.raises(EOFError):
             engine.load_weights(pairs())
         with monkeypatch.context() as patch:
-            patch.setattr(type(engine._control), "failure", "rank 1 has ended")
+            patch.setattr(RankControl, "failure", "rank 1 has ended")
             assert engine.weights_failure.endswith("of one model, as rank 1 has ended")

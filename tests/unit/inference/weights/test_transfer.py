@@ -6,6 +6,7 @@ import pickle
 import re
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -56,6 +57,13 @@ class TrainersGroup:
         self.left = []
 
 
+def meet(engine, group):
+    """The engine joins it as that of a trainer."""
+    with mock.patch.object(transfer, "WeightGroup", lambda *_, **__: group):
+        engine.init_weight_transfer_engine(MEETING)
+    return group
+
+
 def info_of(named):
     return {
         "names": [name for name, _ in named],
@@ -86,7 +94,7 @@ def test_an_update_of_parts_is_one_epoch_and_no_step_runs_inside(served):
     while request.num_generated < 3:
         engine.step()
     named = weights_of(fresh_model(PATTERN, 1))
-    engine.weights._group = TrainersGroup(tensor for _, tensor in named)
+    meet(engine, TrainersGroup(tensor for _, tensor in named))
     engine.start_weight_update()
     for start in range(0, len(named), 3):
         with pytest.raises(RuntimeError, match=r"is under way: call finish_weight_update\(\)"):
@@ -109,7 +117,7 @@ def test_a_part_that_is_refused_does_not_shift_the_next_one(served, why, has_hea
     engine, _, expected = served
     named = weights_of(fresh_model(PATTERN, 1))
     tensors = [tensor for _, tensor in named]
-    group = engine.weights._group = TrainersGroup([*tensors[:3], *tensors])
+    group = meet(engine, TrainersGroup([*tensors[:3], *tensors]))
     group.has_heads = has_heads
     if why == "asleep":
         engine.suspend()
@@ -121,8 +129,8 @@ def test_a_part_that_is_refused_does_not_shift_the_next_one(served, why, has_hea
         engine.resume()
     assert ("init_weight_transfer_engine() again" in str(raised.value)) == (not has_heads)
     if not has_heads:
-        assert engine.weights._group is None
-        engine.weights._group = TrainersGroup(tensors)
+        assert not group.left  # it was closed
+        meet(engine, TrainersGroup(tensors))
     with pytest.raises(RuntimeError, match="needs an update"):
         engine.receive_weights({"path": "/nowhere"})  # which the trainer sends nothing for
     engine.start_weight_update()
@@ -135,12 +143,11 @@ def test_a_part_that_is_refused_does_not_shift_the_next_one(served, why, has_hea
     "failure",
     ["a mistake", "the trainer leaves", "a new start", "another trainer", "a load", "no update"],
 )
-def test_half_an_update_is_never_used(served, failure, monkeypatch):
+def test_half_an_update_is_never_used(served, failure):
     engine, _, expected = served
     named = weights_of(fresh_model(PATTERN, 1))
     tensors = [tensor for _, tensor in named]
-    group = TrainersGroup([*tensors[:2], None])
-    engine.weights._group = group
+    group = meet(engine, TrainersGroup([*tensors[:2], None]))
     engine.start_weight_update()
     engine.receive_weights(info_of(named[:1]))
     if failure == "a mistake":
@@ -153,8 +160,7 @@ def test_half_an_update_is_never_used(served, failure, monkeypatch):
         with pytest.raises(RuntimeError, match="needs an update"):
             engine.receive_weights(info_of(named[:1]))
     elif failure == "another trainer":
-        monkeypatch.setattr(transfer, "WeightGroup", lambda *_, **__: TrainersGroup([]))
-        engine.init_weight_transfer_engine(MEETING)
+        meet(engine, TrainersGroup([]))
         with pytest.raises(RuntimeError, match="needs an update"):
             engine.receive_weights(info_of(named[:1]))
         with pytest.raises(WeightsUnfinishedError, match="another trainer has come"):
@@ -169,7 +175,7 @@ def test_half_an_update_is_never_used(served, failure, monkeypatch):
         engine.update_weights()
         assert engine.epoch == 1 and answer(engine)[2] == 0
         return
-    engine.weights._group = TrainersGroup(tensors[1:] + tensors[:1])
+    meet(engine, TrainersGroup(tensors[1:] + tensors[:1]))
     engine.start_weight_update()
     engine.receive_weights(info_of(named[1:]))
     with pytest.raises(CheckpointError, match=f"{named[0][0]}.* was not sent"):

@@ -124,7 +124,7 @@ def test_noise_has_the_bits_of_whole_numbers_and_no_larger_bound():
     assert hashes.tolist() == [naive_hash(ids.numpy(), own).tolist() for own in keys]
     numbers = torch.tensor([[0, 1, 2, 1000, *range(10**6, 2**31, 10**7), 2**31 - 1]])
     noise = gumbel_noise(numbers.int())
-    above = sampler._noise_bound(numbers.int()) - noise
+    above = sampler.noise_bound(numbers.int()) - noise
     assert above.min() >= 0 and above[(noise > 3) & (numbers >= 1000)].max() < 0.1
 
 
