@@ -211,99 +211,70 @@ def swapped(named):
     return pairs
 
 
+def negated(new):
+    return dict(at(new, 3, torch.neg))
+
+
 def list_rows():
-    load = lambda change: lambda job: job.engine.load_weights(change(job))  # noqa: E731
-    yield Row(
-        "list: a rank lacks one",
-        load(lambda job: second_has(job, lambda new: dict(list(new.items())[1:]))),
-        DIFFER + "embedding.*, rank 1 on .* has ",
-        "several often",
-    )
-    yield Row(
-        "list: other values",
-        load(lambda job: second_has(job, lambda new: dict(at(new, 3, torch.neg)))),
-        DIFFER + ".* with the hash ",
-        "several often",
-    )
-    yield Row(
-        "list: a wrong shape",
-        load(lambda job: {**job.new, LAST: torch.zeros(3, 3)}),
-        f"{LAST} has shape",
-    )
+    def row(name, given, error, marks=""):
+        return Row(f"list: {name}", lambda job: job.engine.load_weights(given(job)), error, marks)
+
+    fewer = lambda job: second_has(job, lambda new: dict(list(new.items())[1:]))  # noqa: E731
+    other = lambda job: second_has(job, negated)  # noqa: E731
+    wrong = lambda job: {**job.new, LAST: torch.zeros(3, 3)}  # noqa: E731
+    yield row("a rank lacks one", fewer, DIFFER + "embedding.*, rank 1 on .* has ", "several often")
+    yield row("other values", other, DIFFER + ".* with the hash ", "several often")
+    yield row("a wrong shape", wrong, f"{LAST} has shape")
 
 
 def stream_rows():
-    load = lambda pairs: lambda job: job.engine.load_weights(iter(pairs(job)))  # noqa: E731
-    yield Row(
-        "stream: it raises half way",
-        load(lambda job: raises_after(half(job.new)) if job.is_second else job.new.items()),
-        "OSError: the trainer is gone|^the trainer is gone",
-        "writes often",
-    )
-    yield Row(
-        "stream: it exits half way",
-        load(
-            lambda job: (
-                raises_after(half(job.new), SystemExit) if job.is_second else job.new.items()
-            )
-        ),
-        "SystemExit: the trainer is gone|^the trainer is gone",
-        "writes",
-    )
-    yield Row(
-        "stream: it ends early",
-        load(lambda job: half(job.new) if job.is_second else job.new.items()),
-        DIFFER + ".*, rank 1 on .* has nothing more",
-        "writes several often",
-    )
-    yield Row(
-        "stream: other values",
-        load(lambda job: at(job.new, 3, torch.neg) if job.is_second else job.new.items()),
-        DIFFER,
-        "writes several",
-    )
+    def row(name, given, error, marks):
+        """given: to the second rank, of the new weights; the first one gets all."""
+
+        def fault(job):
+            job.engine.load_weights(iter(given(job.new) if job.is_second else job.new.items()))
+
+        return Row(f"stream: {name}", fault, error, marks)
+
+    raising = lambda new: raises_after(half(new))  # noqa: E731
+    exiting = lambda new: raises_after(half(new), SystemExit)  # noqa: E731
+    gone, early = "the trainer is gone", DIFFER + ".*, rank 1 on .* has nothing more"
+    yield row("it raises half way", raising, f"OSError: {gone}|^{gone}", "writes often")
+    yield row("it exits half way", exiting, f"SystemExit: {gone}|^{gone}", "writes")
+    yield row("it ends early", half, early, "writes several often")
+    yield row("other values", lambda new: negated(new).items(), DIFFER, "writes several")
 
 
 def led_rows():
-    yield Row(
-        "led: a stream raises half way",
-        lambda job: job.lead(lambda: job.engine.load_weights(raises_after(half(job.new)))),
-        f"the trainer is gone|{LEADER_HAS_IT}",
-        "writes often",
-    )
-    yield Row(
-        "led: a stream half way has KeyboardInterrupt",
-        lambda job: job.lead(
-            lambda: job.engine.load_weights(raises_after(half(job.new), KeyboardInterrupt))
-        ),
-        f"the trainer is gone|{LEADER_HAS_IT}",
-        "writes often",
-    )
+    for name, error in (
+        ("raises half way", OSError),
+        ("half way has KeyboardInterrupt", KeyboardInterrupt),
+    ):
+        stream = lambda job, error=error: raises_after(half(job.new), error)  # noqa: E731
+        yield Row(
+            f"led: a stream {name}",
+            lambda job, stream=stream: job.lead(lambda: job.engine.load_weights(stream(job))),
+            f"the trainer is gone|{LEADER_HAS_IT}",
+            "writes often",
+        )
 
 
-def info_rows():
-    yield Row(
-        "info: no such folder",
-        lambda job: job.receive({"path": "/nowhere"}),
-        "update_info.path is '/nowhere'",
-        "often",
-    )
-    yield Row(
-        "folder: it is missing on a rank",
-        lambda job: job.receive({"path": "/nowhere" if job.is_second else f"{job.folder}/new"}),
-        "update_info.path is '/nowhere'",
-    )
-    yield Row(
-        "folder: another one on a rank",
-        lambda job: job.receive({"path": f"{job.folder}/{'old' if job.rank else 'new'}"}),
-        DIFFER,
-        "writes several",  # of tensors that are equal in both, such as norms
-    )
-    yield Row(
-        "folder: a mistake in a later part",
-        lambda job: job.receive({"path": f"{job.folder}/new"}, {"path": "/nowhere"}),
-        "update_info.path is '/nowhere'",
-        "writes often",
+def folder_rows():
+    def row(name, folders, error, marks=""):
+        """folders: received in turn."""
+        fault = lambda job: job.receive(*({"path": path} for path in folders(job)))  # noqa: E731
+        return Row(f"folder: {name}", fault, error, marks)
+
+    nowhere = "update_info.path is '/nowhere'"
+    new = lambda job: f"{job.folder}/new"  # noqa: E731
+    lacking = lambda job: ["/nowhere" if job.is_second else new(job)]  # noqa: E731
+    other = lambda job: [f"{job.folder}/old" if job.rank else new(job)]  # noqa: E731
+    yield row("no such folder", lambda job: ["/nowhere"], nowhere, "often")
+    yield row("it is missing on a rank", lacking, nowhere)
+    # Of tensors that are equal in both, such as norms, some are written.
+    yield row("another one on a rank", other, DIFFER, "writes several")
+    yield row(
+        "a mistake in a later part", lambda job: [new(job), "/nowhere"], nowhere, "writes often"
     )
 
 
@@ -362,7 +333,7 @@ def shared_rows():
     )
     yield Row(
         "shared: other values on a rank",
-        lambda job: job.share(second_has(job, lambda new: dict(at(new, 3, torch.neg))).items()),
+        lambda job: job.share(second_has(job, negated).items()),
         DIFFER,
         "writes several",
     )
@@ -430,7 +401,7 @@ def sent_rows(is_raw):
     yield row("the trainer leaves", half, "trainer|Connection", "writes leaves")
 
 
-ROWS = [*list_rows(), *stream_rows(), *led_rows(), *info_rows(), *adapter_rows()]
+ROWS = [*list_rows(), *stream_rows(), *led_rows(), *folder_rows(), *adapter_rows()]
 ROWS += [*shared_rows(), *packed_rows()]
 ROWS += [*sent_rows(is_raw=False), *sent_rows(is_raw=True)]
 
