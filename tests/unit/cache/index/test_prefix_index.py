@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from small_index import SmallIndex, counting
 
 from megatron_hybrid.cache.index import prefix_index
-from megatron_hybrid.cache.index.prefix_index import MAX_WATCHED, PrefixIndex
+from megatron_hybrid.cache.index.prefix_index import MAX_WATCHED
 from megatron_hybrid.cache.index.tree import Edge, Kind
-from megatron_hybrid.cache.pages.allocator import PageAllocator
 
 B = 16
 
@@ -17,33 +17,18 @@ def tokens_alone_count(monkeypatch):
     monkeypatch.setattr(prefix_index, "SEQUENCE_TOKENS", 0)
 
 
-class Tree:
-    """An index with a pool; `add` brings own pages for every block, as a request would."""
+class Tree(SmallIndex):
+    """It is checked after each change."""
 
-    def __init__(self, num_pages=1000, pages_per_block=1):
-        self.pool = PageAllocator(num_pages)
+    def __init__(self, *sizes, **named):
+        super().__init__(*sizes, **named)
         self.tails = []
-        self.index = PrefixIndex(B, pages_per_block, self.pool)
         self.index.on_tail = self.tails.append
-        self.columns = pages_per_block
 
     def add(self, tokens, salt=""):
-        tokens = np.asarray(tokens, dtype=np.int32)
-        blocks = -(-len(tokens) // B)
-        pages = self.pool.allocate(blocks * self.columns).reshape(blocks, self.columns)
-        path = self.index.insert(salt, tokens, pages)
-        assert (path.depth, path.known) == (len(tokens), len(tokens))
-        self.pool.release(pages)
+        pages = super().add(tokens, salt)
         self.check()
         return pages
-
-    def walk(self, tokens, salt=""):
-        return self.index.walk(salt, np.asarray(tokens, dtype=np.int32))
-
-    def leaf(self, tokens):
-        path = self.walk(tokens)
-        assert path.known == len(tokens)
-        return path.edges[-1]
 
     def touch(self, tokens):
         self.index.touch(self.walk(tokens))
@@ -52,9 +37,6 @@ class Tree:
     def drop(self, tokens, new_end):
         self.index.drop_kv(self.leaf(tokens), new_end)
         self.check()
-
-    def watch(self, tokens, kind=Kind.JUNCTION, now=0):
-        return self.index.watch(self.leaf(tokens), len(tokens), kind, now)
 
     def save(self, tokens):
         checkpoint = self.watch(tokens)
@@ -91,10 +73,6 @@ def tokens_to(edge):
 def prefixes_on(edge):
     root, tokens = tokens_to(edge)
     return [(root, tokens[:n]) for n in range(edge.start + 1, edge.end + 1)]
-
-
-def counting(n, start=0):
-    return list(range(start, start + n))
 
 
 LEFT, RIGHT = counting(40), [*counting(20), *counting(30, 500)]

@@ -6,10 +6,9 @@ from math import inf
 
 import numpy as np
 import pytest
+from small_index import SmallIndex, counting
 
-from megatron_hybrid.cache.index.prefix_index import PrefixIndex
 from megatron_hybrid.cache.index.tree import NO_ORIGIN, Checkpoint, Kind, Origin
-from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.cache.policy.reuse import (
     MEMORY,
     MOST_PROBABLE,
@@ -156,36 +155,18 @@ def test_powers_are_products():
 # ---- what a prompt used ----
 
 
-class Tree:
-    """A small index without pages to speak of, and a model that watches it."""
+class Tree(SmallIndex):
+    """And a model that watches it."""
 
     def __init__(self, **parts):
-        self.pool = PageAllocator(2000)
-        self.index = PrefixIndex(16, 1, self.pool)
+        super().__init__()
         self.model = ReuseModel(PolicyFlags(**parts))
 
-    def add(self, tokens):
-        pages = self.pool.allocate(-(-len(tokens) // 16)).reshape(-1, 1)
-        self.index.insert("", np.array(tokens, np.int32), pages)
-        self.pool.release(pages)
-
     def watch(self, tokens, kind=Kind.JUNCTION):
-        path = self.walk(tokens)
-        assert path.known == len(tokens)
-        return self.index.watch(path.edges[-1], len(tokens), kind, self.model.now)
-
-    def store(self, state):
-        self.index.store(state, self.pool.allocate(1), [])
-
-    def walk(self, tokens):
-        return self.index.walk("", np.array(tokens, np.int32))
+        return super().watch(tokens, kind, self.model.now)
 
     def observe(self, tokens, resumed=None):
         return self.model.observe(self.walk(tokens), resumed, len(tokens))
-
-
-def counting(n, start=0):
-    return list(range(start, start + n))
 
 
 def test_a_prompt_uses_the_deepest_known_state():
