@@ -83,6 +83,7 @@ def test_a_perfect_drafter_gives_all_tokens_of_a_step_and_a_wrong_one_its_own(wr
     numbers = []
     while not request.done:
         numbers.append(sum(len(output.token_ids) for output in engine.step()))
+        assert request.lease is None or request.lease.own_blocks is None  # none is lent any more
     assert request.token_ids == expected
     assert numbers == ([1] * 17 if wrong else [1, 4, 4, 4, 4])
     stats = engine.stats()

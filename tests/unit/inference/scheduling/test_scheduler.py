@@ -14,7 +14,7 @@ from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.requests.request import Request, RequestStatus
 from megatron_hybrid.inference.sampling_params import Sampled, SamplingParams
 from megatron_hybrid.inference.scheduling.scheduler import Scheduler
-from megatron_hybrid.inference.scheduling.step_plan import Restore, StepPlan, StepResult
+from megatron_hybrid.inference.scheduling.step_plan import StepPlan, StepResult
 
 BLOCK = 16
 SPEC = CacheSpec(BLOCK, (KVGroup(1, 64),), state_bytes=2048, hidden_bytes=256)
@@ -33,11 +33,6 @@ class NoTiers:
         return {}
 
 
-def scheduler(num_pages=200, max_requests=4, max_tokens=64, share=0.0) -> Scheduler:
-    cache = PrefixCache(SPEC, num_pages)
-    return Scheduler(cache, NoTiers(), max_requests, max_tokens, share)
-
-
 def request(
     request_id: int, length: int, answer: int = 8, seed: int | None = None, **options
 ) -> Request:
@@ -47,6 +42,16 @@ def request(
     tokens[:length] = rng.integers(0, 1000, length)
     params = SamplingParams(num_tokens_to_generate=answer).resolved()
     return Request(request_id, tokens, length, params, 0, RequestOptions(**options))
+
+
+def scheduler_of(
+    *requests: Request, num_pages=200, max_requests=4, max_tokens=64, share=0.0
+) -> Scheduler:
+    """One to which these were added."""
+    each = Scheduler(PrefixCache(SPEC, num_pages), NoTiers(), max_requests, max_tokens, share)
+    for one in requests:
+        each.add(one)
+    return each
 
 
 def run(scheduler: Scheduler) -> list[tuple[int, int, int, bool]]:
@@ -102,9 +107,7 @@ def run(scheduler: Scheduler) -> list[tuple[int, int, int, bool]]:
     ],
 )
 def test_plans(lengths, sizes, plans):
-    each = scheduler(**sizes)
-    for request_id, length in enumerate(lengths):
-        each.add(request(request_id, length))
+    each = scheduler_of(*(request(*numbered) for numbered in enumerate(lengths)), **sizes)
     assert [run(each) for _ in plans] == plans
 
 
@@ -125,17 +128,14 @@ def steps_until_drawn(each: Scheduler, request_id: int) -> int:
 def test_a_long_prompt_leaves_a_share_of_its_steps_to_short_ones(share, longs, steps):
     """Of 64 tokens a quarter is 16, and a tenth too few for the short prompt; a second long prompt
     waits before it."""
-    each = scheduler(share=share)
-    for request_id in range(longs):
-        each.add(request(request_id, 690))
+    each = scheduler_of(*(request(number, 690) for number in range(longs)), share=share)
     run(each)
     each.add(request(2, 10, answer=1))
     assert steps_until_drawn(each, 2) == steps
 
 
 def test_a_prompt_is_short_if_little_of_it_is_to_be_computed():
-    each = scheduler(share=0.25)
-    each.add(request(0, 90, answer=1))
+    each = scheduler_of(request(0, 90, answer=1), share=0.25)
     while each.has_work:
         run(each)
     each.add(request(1, 700))
@@ -147,9 +147,8 @@ def test_a_prompt_is_short_if_little_of_it_is_to_be_computed():
 
 
 def test_short_prompts_take_no_more_than_their_share():
-    each, number = scheduler(share=0.25, max_requests=8), 0
-    long = request(0, 700)
-    each.add(long)
+    long, number = request(0, 700), 0
+    each = scheduler_of(long, share=0.25, max_requests=8)
     while long.num_computed < 640:
         for _ in range(3):
             number += 1
@@ -161,17 +160,15 @@ def test_short_prompts_take_no_more_than_their_share():
 
 
 def test_a_short_prompt_without_room_costs_a_long_one_nothing():
-    each = scheduler(num_pages=45, share=0.25)  # 44 for the long one
-    each.add(request(0, 700))
+    each = scheduler_of(request(0, 700), num_pages=45, share=0.25)  # 44 for the long one
     run(each)
     each.add(request(1, 16))
     assert steps_until_drawn(each, 0) == 10 and len(each.waiting) == 1
 
 
 def test_nobody_is_preempted_or_overtaken_for_a_priority_once_it_ran():
-    each = scheduler(max_requests=1)
     running, urgent = request(0, 10, priority=5), request(1, 10, priority=-5)
-    each.add(running)
+    each = scheduler_of(running, max_requests=1)
     run(each)
     each.add(urgent)
     assert run(each) == [(0, 10, 11, True)]
@@ -189,8 +186,7 @@ def test_a_preempted_request_starts_before_those_of_lower_priority():
 
 @pytest.mark.parametrize(("priority", "starts"), [(-1, True), (0, True), (1, False)])
 def test_a_request_that_waits_for_a_prefill_is_overtaken_within_its_priority(priority, starts):
-    each = scheduler(max_tokens=32)
-    each.add(request(0, 90))
+    each = scheduler_of(request(0, 90), max_tokens=32)
     run(each), run(each)
     each.add(request(1, 100, seed=0))
     each.add(request(2, 4, priority=priority))
@@ -199,11 +195,16 @@ def test_a_request_that_waits_for_a_prefill_is_overtaken_within_its_priority(pri
         run(each)
 
 
+def with_samples(count: int) -> tuple[Scheduler, Request, StepPlan]:
+    """A request for so many, and the plan that draws their first tokens."""
+    one = request(0, 20)
+    one.siblings = [request(number, 20, seed=0) for number in range(1, count)]
+    each = scheduler_of(one)
+    return each, one, each.schedule()
+
+
 def test_samples_are_drawn_with_the_first_and_forked_from_it():
-    each, one = scheduler(), request(0, 20)
-    one.siblings = [request(1, 20, seed=0), request(2, 20, seed=0)]
-    each.add(one)
-    plan = each.schedule()
+    each, one, plan = with_samples(3)
     assert list(plan.work[0].draws) == [0, 1, 2]
     owners = each.complete(StepResult({i: Sampled(1) for i in range(3)}))
     assert [owner.request_id for owner in owners] == [0, 1, 2]
@@ -221,10 +222,7 @@ def test_samples_are_drawn_with_the_first_and_forked_from_it():
 
 
 def test_a_sample_that_lacks_memory_for_its_fork_starts_from_the_cache():
-    each, one = scheduler(), request(0, 20)
-    one.siblings = [request(1, 20, seed=0)]
-    each.add(one)
-    each.schedule()
+    each, *_ = with_samples(2)
     owners = each.complete(StepResult({0: Sampled(1), 1: Sampled(1)}))
     for owner in owners:
         owner.num_tokens += 1
@@ -235,10 +233,7 @@ def test_a_sample_that_lacks_memory_for_its_fork_starts_from_the_cache():
 
 
 def test_a_sample_that_is_cancelled_before_its_fork_leaves_nothing_behind():
-    each, one = scheduler(), request(0, 20)
-    one.siblings = [request(1, 20, seed=0)]
-    each.add(one)
-    each.schedule()
+    each, one, _ = with_samples(2)
     _, sibling = each.complete(StepResult({0: Sampled(1), 1: Sampled(1)}))
     each.cancel(sibling)
     assert not each.schedule_moves() and sibling.closed and each.running == [one]
@@ -246,8 +241,8 @@ def test_a_sample_that_is_cancelled_before_its_fork_leaves_nothing_behind():
 
 
 def test_a_request_that_ends_keeps_its_slot_until_its_state_is_saved():
-    each, one = scheduler(max_requests=1), request(0, 20)
-    each.add(one)
+    one = request(0, 20)
+    each = scheduler_of(one, max_requests=1)
     run(each)
     each.schedule()
     each.complete(StepResult({0: Sampled(7)}))
@@ -265,8 +260,7 @@ def test_a_request_that_ends_keeps_its_slot_until_its_state_is_saved():
 
 def cached(length: int) -> Scheduler:
     """One that has answered a prompt, with states at its end and behind the answer."""
-    each = scheduler()
-    each.add(request(0, length, answer=1))
+    each = scheduler_of(request(0, length, answer=1))
     while each.has_work:
         run(each)
     return each
@@ -301,10 +295,8 @@ def test_a_request_that_lacks_memory_when_alone_fails_its_step():
 
 def preempted() -> tuple[Scheduler, list[Request], StepPlan]:
     """Three requests, and the plan for which the last of them makes room."""
-    each = scheduler(num_pages=10)
     requests = [request(i, 30, answer=40) for i in range(3)]
-    for one in requests:
-        each.add(one)
+    each = scheduler_of(*requests, num_pages=10)
     while True:
         plan = each.schedule()
         if each.num_preemptions:
@@ -340,21 +332,9 @@ def test_the_last_to_come_makes_room_and_goes_on_at_its_token():
     each.cache.check_integrity()
 
 
-def test_a_request_that_was_parked_by_a_failed_step_starts_from_the_cache():
-    each, requests, plan = preempted()
-    each.cancel(requests[0])
-    each.abort()  # the plan, and the cancellation's moves
-    assert not requests[2].parked_tokens
-    plan = each.schedule()
-    assert all(isinstance(restore, Restore) for restore in plan.restores)
-    assert [restore.request_id for restore in plan.restores] == [1, 2]
-
-
 def test_after_two_failed_steps_requests_start_one_at_a_time_until_they_get_on():
-    each = scheduler()
     requests = [request(i, 10) for i in range(3)]
-    for one in requests:
-        each.add(one)
+    each = scheduler_of(*requests)
     for _ in range(2):
         assert [work.request_id for work in each.schedule().work] == [0, 1, 2]
         assert each.fail() == []
@@ -371,30 +351,8 @@ def test_after_two_failed_steps_requests_start_one_at_a_time_until_they_get_on()
     assert each.fail() == [] and len(each.schedule().work) == 3
 
 
-def test_a_failed_admission_is_blamed_on_its_request_alone(monkeypatch):
-    each, first, bad = scheduler(), request(0, 10), request(1, 20)
-    each.add(first)
-    run(each)
-    each.add(bad)
-    acquire = each.cache.acquire
-
-    def failing(tokens, *args, **options):
-        if len(tokens) == 20:
-            raise KeyError("a bug")
-        return acquire(tokens, *args, **options)
-
-    monkeypatch.setattr(each.cache, "acquire", failing)
-    for failed in ([], [], [bad]):
-        with pytest.raises(KeyError):
-            each.schedule()
-        assert each.fail() == failed
-    assert not first.num_failures and list(each.waiting) == [first, bad]
-
-
 def test_a_plan_is_plain_data():
-    each = scheduler()
-    each.add(request(0, 40))
-    plan = each.schedule()
+    plan = scheduler_of(request(0, 40)).schedule()
     again = pickle.loads(pickle.dumps(plan))
     assert isinstance(again, StepPlan) and repr(again) == repr(plan)
 
@@ -417,46 +375,9 @@ class Counting:
         return [int(request.tokens[request.num_tokens - 1]) + 1 + i for i in range(most)]
 
 
-def test_drafts_of_a_plan_and_what_is_committed_of_them():
-    each = scheduler(max_tokens=23)
-    each.draft_planner.drafts = Drafts(Counting(), 3, vocab_size=2000)
-    first, second = request(0, 8, answer=9), request(1, 8, answer=3)
-    each.add(first)
-    each.add(second)
-    run(each)
-    assert first.num_generated == second.num_generated == 1
-    plan = each.schedule()
-    shapes = [(work.start, work.tokens.tolist(), work.num_logits) for work in plan.work]
-    # As many as may still be drawn, but for the last one.
-    assert shapes == [(8, [1, 2, 3, 4], 4), (8, [1, 2], 2)]
-    assert [draw.position for draw in plan.work[0].draft_draws] == [10, 11, 12]
-    assert plan.work[0].captures == [9, 10, 11]
-    appended, free = [], each.cache.allocator.num_free
-
-    def append(request: Request, sampled: Sampled) -> bool:
-        appended.append((request.request_id, sampled.token))
-        request.tokens[request.num_tokens] = sampled.token
-        request.num_tokens += 1
-        return sampled.token == 3  # ends the answer
-
-    accepted = {0: [Sampled(2), Sampled(3), Sampled(4)]}
-    assert each.accept(accepted, append) == [first, first]
-    each.complete(StepResult({0: Sampled(9), 1: Sampled(9)}, accepted))
-    assert appended == [(0, 2), (0, 3)]  # nothing behind its end
-    assert (first.num_computed, first.lease.done, first.num_tokens) == (10, 10, 11)
-    assert (second.num_computed, second.lease.done, second.num_tokens) == (9, 9, 9)
-    # The one that ends the answer is accepted, too.
-    drafts = each.draft_planner
-    assert drafts.accepted_at == {0: 1, 1: 1} and drafts.num_drafts == 4
-    assert each.cache.allocator.num_free == free
-    each.cache.check_integrity()
-
-
 def test_drafts_take_what_decodes_and_prompts_leave():
-    each = scheduler(max_tokens=10)
+    each = scheduler_of(request(0, 4), request(1, 4), max_tokens=10)
     each.draft_planner.drafts = Drafts(Counting(), 5, vocab_size=2000)
-    each.add(request(0, 4))
-    each.add(request(1, 4))
     run(each)
     each.add(request(2, 4))
     plan = each.schedule()
@@ -465,8 +386,8 @@ def test_drafts_take_what_decodes_and_prompts_leave():
 
 
 def test_a_lost_slot_and_a_waiting_request_with_a_slot_are_found():
-    each, one = scheduler(), request(0, 20)
-    each.add(one)
+    one = request(0, 20)
+    each = scheduler_of(one)
     each.check_integrity()
     one.slot = 2
     with pytest.raises(RuntimeError, match="waiting request 0 holds a lease or a slot"):
