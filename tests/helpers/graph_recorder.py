@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from host_syncs import HostSyncError, no_host_syncs
+from matrix import matrix_rows
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -25,6 +26,10 @@ _SAME = (
     *(_aten.lift_fresh.default, _aten.lift_fresh_copy.default),
 )
 """The same memory: torch asks for them as it likes."""
+EVERY_LAYER = matrix_rows(
+    ["M*SGCW-", "+E", "K-", "H", "L-", "Z", "P*", "B", "QRUV", "SJ"], "M*SGCW-", "+E"
+)
+"""Patterns that have every kind of layer."""
 
 
 @dataclass

@@ -44,7 +44,7 @@ def test_invariant_8_a_state_without_memory_to_encode_or_enter_it_is_not_saved(
     assert not engine.cache.allocator.ref_counts.any()
 
 
-@pytest.mark.parametrize("operation", ["save_checkpoint", "_publish_tokens", "reserve_checkpoint"])
+@pytest.mark.parametrize("operation", ["save_checkpoint", "insert", "reserve_checkpoint"])
 def test_a_request_is_cancelled_without_memory_for_its_last_state(monkeypatch, operation):
     engine = tiny_engine(MODEL)
     request = engine.add_request(random_tokens(40), greedy(20))
@@ -52,8 +52,8 @@ def test_a_request_is_cancelled_without_memory_for_its_last_state(monkeypatch, o
         engine.step()
 
     with monkeypatch.context() as patch:
-        owner = engine.memory if operation == "save_checkpoint" else engine.cache
-        patch.setattr(owner, operation, no_memory)
+        owners = {"save_checkpoint": engine.memory, "insert": engine.cache.index}
+        patch.setattr(owners.get(operation, engine.cache), operation, no_memory)
         engine.cancel(request)
     assert request.closed and request.result().finish_reason == "cancelled"
     assert not engine.scheduler.running and not engine.has_work

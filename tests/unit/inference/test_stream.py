@@ -140,9 +140,7 @@ TOKENIZERS = {
 def test_growing_text_is_the_start_of_the_text(name, texts, noise, steps):
     """Also around special tokens, bytes that are no text, and characters of several tokens."""
     tokenizer = TOKENIZERS[name]
-    tokens = tokenizer.tokenize("".join(texts))
-    for place, token in noise:
-        tokens.insert(min(place, len(tokens)), token % tokenizer.vocab_size)
+    tokens = noisy_tokens(tokenizer, texts, noise)
     growing, end = GrowingText(tokenizer.detokenize, ()), 0
     for step in itertools.cycle(steps):
         if end >= len(tokens):
@@ -150,6 +148,14 @@ def test_growing_text_is_the_start_of_the_text(name, texts, noise, steps):
         start, end = end, min(len(tokens), end + step)
         whole = tokenizer.detokenize(tokens[:end]).rstrip("\ufffd")
         assert growing.add(tokens[start:end]) == whole
+
+
+def noisy_tokens(tokenizer, texts, noise):
+    """Of the texts, with other ones at random places."""
+    tokens = tokenizer.tokenize("".join(texts))
+    for place, token in noise:
+        tokens.insert(min(place, len(tokens)), token % tokenizer.vocab_size)
+    return tokens
 
 
 def request_for(count, stop_words):
@@ -175,9 +181,7 @@ def request_for(count, stop_words):
 def test_a_stop_string_ends_the_answer_when_the_text_has_it(name, texts, noise, words):
     """Looking at the newest tokens finds what the whole text shows, and when it first does."""
     tokenizer = TOKENIZERS[name]
-    tokens = tokenizer.tokenize("".join(texts))
-    for place, token in noise:
-        tokens.insert(min(place, len(tokens)), token % tokenizer.vocab_size)
+    tokens = noisy_tokens(tokenizer, texts, noise)
     output = OutputProcessor(tokenizer)
     count = max(1, len(tokens))
     request = request_for(count, words)

@@ -21,6 +21,15 @@ def answer(engine):
     return engine.generate([PROMPT], greedy(4))[0].token_ids
 
 
+def sleep(engine, change=lambda: None, keep_cache="drop", **kept):
+    """Give all memory back, and take it again. change: what happens meanwhile."""
+    engine.suspend(keep_cache)
+    engine.release_weights(**kept)
+    change()
+    engine.reacquire_weights()
+    engine.resume()
+
+
 def test_weights_that_were_kept_come_back_as_the_same():
     model = fresh_model("M*-")
     with tiny_engine(model) as engine:
@@ -64,11 +73,7 @@ def test_what_changes_while_weights_have_no_memory_drops_the_cache(change):
     model = fresh_model("M*-")
     with tiny_engine(model) as engine:
         answer(engine)
-        engine.suspend("host")
-        engine.release_weights()
-        change(model)
-        engine.reacquire_weights()
-        engine.resume()
+        sleep(engine, lambda: change(model), "host")
         result = engine.generate([PROMPT], greedy(4))[0]
         assert (engine.epoch, result.prefix.skipped_tokens) == (1, 0)
         assert is_greedy(model, PROMPT, result.token_ids)
@@ -81,10 +86,7 @@ def test_weights_that_were_dropped_have_to_be_sent():
         expected = answer(engine)
     with tiny_engine(model) as engine:
         answer(engine)
-        engine.suspend()
-        engine.release_weights(keep=False)
-        engine.reacquire_weights()
-        engine.resume()
+        sleep(engine, keep=False)
         (first, tensor), *rest = named.items()
         with pytest.raises(RuntimeError, match="dropped: send all of them"):
             answer(engine)
@@ -100,10 +102,7 @@ def test_a_part_for_multi_token_prediction_need_not_be_sent():
     named = {name: tensor.clone() for name, tensor in own_tensors(model).items()}
     with tiny_engine(model, speculation="mtp") as engine:
         expected = answer(engine)
-        engine.suspend()
-        engine.release_weights(keep=False)
-        engine.reacquire_weights()
-        engine.resume()
+        sleep(engine, keep=False)
         engine.load_weights({name: t for name, t in named.items() if not name.startswith("mtp.")})
         assert not engine.awaits_weights and answer(engine) == expected
 

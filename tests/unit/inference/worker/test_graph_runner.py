@@ -11,7 +11,7 @@ import pytest
 import torch
 from differential import RandomRun
 from drafted import Oracle, draft_with, poison_rejected
-from graph_recorder import RecordedGraph, recorded_graphs
+from graph_recorder import EVERY_LAYER, RecordedGraph, recorded_graphs
 from grouped_experts import grouped_experts
 from matrix import matrix_rows
 from reference import greedy, greedy_tokens, is_greedy, random_tokens, tiny_engine, tiny_model
@@ -40,10 +40,7 @@ def test_sizes_are_few_and_little_of_a_step_is_filled_up(most):
         assert size <= (rows if most <= 64 else 1.25 * rows)
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    matrix_rows(["M*SGCW-", "+E", "K-", "H", "L-", "Z", "P*", "B", "QRUV", "SJ"], "M*SGCW-", "+E"),
-)
+@pytest.mark.parametrize("pattern", EVERY_LAYER)
 def test_replayed_decodes_give_the_tokens_of_launched_ones(pattern):
     """Greedy and drawn ones, of requests that end at different steps, in every kind of layer."""
     model = tiny_model(pattern)
@@ -81,10 +78,7 @@ def test_replayed_decodes_with_drafts_give_the_tokens_of_launched_ones(pattern):
     assert stats["graph_steps"] >= 6 and {(4, 4), (1, 4)} <= graphs.keys()
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    matrix_rows(["M*SGCW-", "+E", "K-", "H", "L-", "Z", "P*", "B", "QRUV", "SJ"], "M*SGCW-", "+E"),
-)
+@pytest.mark.parametrize("pattern", EVERY_LAYER)
 def test_prompts_in_pieces_have_the_bits_of_launched_ones(pattern):
     """Whole ones, and the rest behind a prefix, whose states are saved and restored, also beside
     decodes; of more rows than there are graphs for they are launched."""
