@@ -75,6 +75,13 @@ def answer(engine, prompt, count=6):
     return result
 
 
+def answer_and_leave(engine, prompts):
+    """Their answers, and nothing of them is in the pool any more."""
+    tokens = [answer(engine, prompt).token_ids for prompt in prompts]
+    empty_pool(engine)
+    return tokens
+
+
 @pytest.mark.parametrize(
     ("pattern", "length", "tier"),
     matrix_rows(
@@ -142,8 +149,7 @@ def test_host_memory_hands_on_to_the_disk(tmp_path):
     room = 2 * (spec.checkpoint_pages + 8 * spec.kv_pages_per_block) * spec.page_bytes
     engine = tiny_engine(model, host_cache_bytes=room, cache_dir=tmp_path)
     prompts = [random_tokens(90, seed=seed) for seed in range(8)]
-    answers = [answer(engine, prompt).token_ids for prompt in prompts]
-    empty_pool(engine)
+    answers = answer_and_leave(engine, prompts)
     stats = engine.stats()
     assert stats["host_records_evicted"] and stats["disk_states"]
     assert stats["host_bytes"] <= room
@@ -183,9 +189,7 @@ def test_a_tier_that_could_hold_nothing_is_refused_and_the_least_one_serves(
 
 def test_what_was_counted_stays_when_the_engine_is_closed(tmp_path):
     engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=100_000, cache_dir=tmp_path)
-    for seed in range(6):
-        answer(engine, random_tokens(90, seed=seed))
-    empty_pool(engine)
+    answer_and_leave(engine, [random_tokens(90, seed=seed) for seed in range(6)])
     before = engine.stats()
     assert before["host_records_evicted"] and before["host_bytes"]
     engine.close()
@@ -196,10 +200,8 @@ def test_what_was_counted_stays_when_the_engine_is_closed(tmp_path):
 
 
 def test_a_deeper_prefix_in_the_pool_is_not_fetched():
-    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
-    prompt = random_tokens(100)
-    answer(engine, prompt[:60])
-    empty_pool(engine)
+    engine, prompt, _ = with_a_prompt_in_host_memory(60)
+    prompt += random_tokens(40, seed=1)
     answer(engine, prompt)  # 60 come back, the rest is computed
     assert engine.stats()["fetched_tokens"] == 60
     result = answer(engine, prompt)
@@ -285,8 +287,7 @@ def slow():
     """An engine with a prompt in host memory that takes its time."""
     engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20, cache_bytes=256 << 10)
     prompt = random_tokens(60)
-    engine.expected = answer(engine, prompt).token_ids
-    empty_pool(engine)
+    (engine.expected,) = answer_and_leave(engine, [prompt])
     tier = engine.offload.tiers[0]
     tier.store = SlowStore(tier.store)
     return engine, prompt, tier.store
@@ -418,8 +419,7 @@ def test_queued_prompts_do_not_evict_each_other(monkeypatch, slots, in_pool, is_
     room = in_pool * (8 * spec.kv_pages_per_block + 2 * spec.checkpoint_pages) * spec.page_bytes
     engine = tiny_engine(model, cache_bytes=room, host_cache_bytes=64 << 20, max_requests=slots)
     prompts = [random_tokens(100, seed=seed) for seed in range(8)]
-    expected = [answer(engine, prompt).token_ids for prompt in prompts]
-    empty_pool(engine)
+    expected = answer_and_leave(engine, prompts)
     to_pool = PageMover.to_pool
 
     def late(*parts):
@@ -441,8 +441,7 @@ def with_a_prompt_in_host_memory(length=100):
     """An engine with an empty pool, a prompt that is fetched, and its answer."""
     engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
     prompt = random_tokens(length)
-    expected = answer(engine, prompt).token_ids
-    empty_pool(engine)
+    (expected,) = answer_and_leave(engine, [prompt])
     return engine, prompt, expected
 
 
@@ -465,8 +464,7 @@ def test_a_request_waits_for_the_pages_of_a_fetch_behind_it(pattern, lengths):
         engine = tiny_engine(model, cache_bytes=pages * spec.page_bytes, host_cache_bytes=64 << 20)
         if not engine.cache.fits(max(lengths) + 3):
             continue
-        expected = [answer(engine, prompt).token_ids for prompt in prompts]
-        empty_pool(engine)
+        expected = answer_and_leave(engine, prompts)
         results = engine.generate(prompts, greedy(6))
         assert [result.token_ids for result in results] == expected
         engine.check_integrity()
@@ -524,8 +522,7 @@ def test_what_leaves_the_pool_while_its_request_waits_is_fetched():
 def test_the_disk_is_read_while_the_slots_are_taken(tmp_path):
     engine = tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path, max_requests=1)
     prompt = random_tokens(60)
-    answer(engine, prompt)
-    empty_pool(engine)
+    answer_and_leave(engine, [prompt])
     store = engine.offload.disk.store = SlowStore(engine.offload.disk.store)
     running = engine.add_request(random_tokens(30, seed=5), greedy(6))
     request = engine.add_request(prompt, greedy(6))
@@ -544,8 +541,7 @@ def test_the_first_in_line_is_read_whatever_was_read_ahead(tmp_path, monkeypatch
     engine = tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path, max_requests=1)
     prompts = [random_tokens(60, seed=seed) for seed in range(2)]
     for prompt in prompts:
-        answer(engine, prompt)
-    empty_pool(engine)
+        answer_and_leave(engine, [prompt])
     engine.offload.disk.store.flush()
     engine.add_request(random_tokens(30, seed=5), greedy(2))
     requests = [engine.add_request(prompt, greedy(2)) for prompt in prompts]
@@ -605,8 +601,7 @@ def test_reads_ahead_fit_into_their_limit(tmp_path, monkeypatch):
     engine = tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path)
     prompts = [random_tokens(length, seed=length) for length in (60, 200, 62, 61)]
     for prompt in prompts:
-        answer(engine, prompt)
-    empty_pool(engine)
+        answer_and_leave(engine, [prompt])
     engine.offload.disk.store.flush()
     sizes = []
     for prompt in prompts:
@@ -645,8 +640,7 @@ def test_a_handle_keeps_no_bytes(slow):
 def test_an_engine_is_closed_while_it_fetches(tmp_path, in_pool, monkeypatch):
     engine = tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path)
     prompt = random_tokens(60)
-    answer(engine, prompt)
-    empty_pool(engine)
+    answer_and_leave(engine, [prompt])
     disk = engine.offload.disk
     store = disk.store = SlowStore(disk.store)
     request = engine.add_request(prompt, greedy(6))
@@ -701,8 +695,7 @@ def test_what_could_not_be_read_once_is_still_there(tmp_path, monkeypatch):
     engine = tiny_engine(model, cache_dir=tmp_path)
     prompts = [[*shared, *random_tokens(30, seed=seed)] for seed in range(4)]
     for prompt in prompts:
-        answer(engine, prompt)
-    empty_pool(engine)
+        answer_and_leave(engine, [prompt])
     engine.offload.disk.store.flush()
     states = engine.stats()["disk_states"]
     read, failures = os.preadv, [MemoryError("no room for a moment")]
@@ -823,8 +816,7 @@ def test_another_folder_gets_what_only_the_own_one_has(tmp_path, pattern):
     shared = random_tokens(40, seed=9)
     prompts = [[*shared, *random_tokens(50, seed=seed)] for seed in range(4)]
     for prompt in prompts:
-        answer(engine, prompt)
-    empty_pool(engine)
+        answer_and_leave(engine, [prompt])
     disk = engine.offload.disk
     damaged = disk.find(PrefixKeys(torch.tensor(prompts[3]).numpy(), "", 16))
     disk.store.flush()
@@ -890,8 +882,7 @@ def test_an_engine_that_could_not_be_made_releases_its_folder(tmp_path, monkeypa
 def test_an_engine_that_nobody_closed_releases_its_folder(tmp_path):
     model, prompt = tiny_model("MG*-"), random_tokens(90)
     engine = tiny_engine(model, cache_dir=tmp_path, host_cache_bytes=1 << 20)
-    answer(engine, prompt)
-    empty_pool(engine)
+    answer_and_leave(engine, [prompt])
     answer(engine, prompt)
     engine.save_cache()
     gone = weakref.ref(engine), weakref.ref(engine.memory.pool), weakref.ref(engine.offload)
