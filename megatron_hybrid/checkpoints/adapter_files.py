@@ -49,6 +49,9 @@ _KINDS = {
 }
 """Fields that are read; those of `_DEFAULTS` may be left out."""
 _DEFAULTS = {"lora_dropout": 0.0, "use_rslora": False, "target_modules": [], "alpha_pattern": {}}
+_MOST_REPEATS = 3
+"""Repetitions in a regular expression over names of modules, each of which Python tries again for
+every end of the others."""
 _KEEP_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 """First values of adapters for which peft 0.21 leaves the weights of the base as they are."""
 _NOT_IN_PEFT = {
@@ -181,6 +184,11 @@ def read_adapter_fields(folder: Path) -> tuple[dict[str, Any], AdapterFields]:
             check_field(name, value, kind)
         for key in values.get("alpha_pattern") or {}:
             re.compile(key)
+            if re.search(r"\)[*+{]", key) or len(re.findall("[*+{]", key)) > _MOST_REPEATS:
+                raise ValueError(
+                    f"alpha_pattern has {key!r:.80}, whose matching may not end: repeat no group, "
+                    f"and use {_MOST_REPEATS} of *, + and {{}} at most"
+                )
     except (OSError, ValueError, re.error) as error:
         raise CheckpointError(f"{folder} has no adapters to read: {error}") from error
     targets = values.get("target_modules") or ()

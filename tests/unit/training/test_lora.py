@@ -132,6 +132,8 @@ def test_adapters_of_another_model_are_refused(tmp_path):
         ({"use_rslora": "false"}, "use_rslora is 'false'; it must be"),
         ({"alpha_pattern": {"(": 1.0}}, "has no adapters to read: missing"),
         ({"alpha_pattern": {"in_proj": "x"}}, "alpha_pattern"),
+        ({"alpha_pattern": {"((.)+)+$x": 1.0}}, "whose matching may not end: repeat no group"),
+        ({"alpha_pattern": {".*.*.*.*x": 1.0}}, "whose matching may not end"),
         ({"use_dora": True}, "has use_dora=True, which is not supported: merge the adapter"),
         ({"bias": "all"}, "has bias='all', which is not supported"),
         ({"init_lora_weights": "pissa_niter_4"}, "has init_lora_weights='pissa_niter_4', which"),
