@@ -124,6 +124,8 @@ class RecurrentMixer(Mixer):
             copies=copies and tuple(copies.get(name, 1) for name in sections),
             bias=bias,
         )
+        if "query" in sections:  # as in attention, for optimizers that take matrices apart
+            self.in_proj.weight.group_rows = tuple(sections.values())
         self.conv1d = None
         if not convolved:
             return

@@ -19,7 +19,7 @@ from megatron_hybrid.training.optimizer import (
     update,
 )
 
-CONFIG = small_fields("M-*E", num_moe_experts=2, moe_ffn_hidden_size=16)
+CONFIG = small_fields("M-*EG", num_moe_experts=2, moe_ffn_hidden_size=16)
 RATE, DECAY = 1e-2, 0.1
 UNDECAYED = {"A_log", "D", "dt_bias", "bias"}
 
@@ -66,6 +66,8 @@ def matrices_of(name, parameter):
     """Matrices of a parameter for Muon: those of a stack of experts, and queries, keys, values."""
     if parameter.dim() == 3:
         return list(parameter)
+    if "layers.4.self_attention.in_proj" in name:  # Gated DeltaNet's, with z, beta and alpha
+        return list(parameter.split([32, 32, 96, 96, 4, 4]))
     if "linear_qkv" not in name:
         return [parameter]
     groups = parameter.view(2, 48, 48)  # of 24 rows of queries, 12 of keys, 12 of values
@@ -100,7 +102,7 @@ class TorchMuon:
             if "linear_qkv" in name:
                 whole = torch.cat([each.view(2, -1, 32) for each in copies], 1)
             else:
-                whole = torch.stack(list(copies))
+                whole = torch.cat(list(copies))
             main.copy_(whole.view_as(main))
 
 
