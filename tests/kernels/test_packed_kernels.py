@@ -127,3 +127,12 @@ def test_what_kernels_cannot_read_is_left_to_the_reference(columns, step, dtype,
     codes = torch.ones(5, columns, dtype=torch.int8)[:, ::step]
     inputs = codes, torch.ones(5, 3), None, None, None, dtype
     assert reason in dispatch.OPS["unpack"].refusals(*inputs)["triton"]
+
+
+def test_rows_next_to_packed_ones_of_experts_are_left_to_the_reference():
+    """torch's grouped product takes whole multiples of 16 bytes."""
+    x, ends = torch.ones(4, 100).half(), torch.tensor([4], dtype=torch.int32)
+    codes, scale = torch.ones(1, 5, 100, dtype=torch.int8), torch.ones(1, 5, 1)
+    inputs = x, codes, scale, None, None, torch.ones(1, 2, 100).half(), ends
+    refusals = dispatch.OPS["packed_linear"].refusals(*inputs)
+    assert "not packed take no multiple of 16 bytes" in refusals["triton"]

@@ -14,10 +14,7 @@ from megatron_hybrid.ops.dispatch import planning
 from megatron_hybrid.ops.experts.reference import PerExpert, activated
 from megatron_hybrid.ops.kernels import input_refusal
 from megatron_hybrid.ops.packed import packed_linear, unpack
-from megatron_hybrid.ops.packed.reference import FEW_ROWS
-
-ROW_BYTES = 16
-"""The rows of all matrices are multiples of this."""
+from megatron_hybrid.ops.packed.reference import FEW_ROWS, GROUPED_ROW_BYTES
 
 MISSING = (
     None
@@ -39,10 +36,10 @@ def verify(*inputs: Any) -> str | None:
     if torch.is_autocast_enabled(x_mh.device.type):
         return "autocast does not know it"
     for layer in (fc1_Egh, fc2_Ehf):
-        if num_bytes := layer.shape[2] * x_mh.element_size() % ROW_BYTES:
+        if num_bytes := layer.shape[2] * x_mh.element_size() % GROUPED_ROW_BYTES:
             return (
                 f"matrices have rows of {layer.shape[2]} numbers, which end {num_bytes} bytes "
-                f"after a multiple of {ROW_BYTES}"
+                f"after a multiple of {GROUPED_ROW_BYTES}"
             )
     return None
 

@@ -12,6 +12,8 @@ from megatron_hybrid.ops.packed.formats import format_of
 FEW_ROWS = 128
 """Rows up to which a kernel unpacks a weight inside of a product: with more it would do so so often
 that one unpacked before is faster. Of experts, so many for each."""
+GROUPED_ROW_BYTES = 16
+"""torch's grouped products take matrices whose rows are multiples of this."""
 
 
 def unpack(

@@ -18,7 +18,7 @@ from megatron_hybrid.ops.launch import Kernel
 from megatron_hybrid.ops.linear import linear
 from megatron_hybrid.ops.packed import unpack
 from megatron_hybrid.ops.packed.formats import format_of
-from megatron_hybrid.ops.packed.reference import FEW_ROWS
+from megatron_hybrid.ops.packed.reference import FEW_ROWS, GROUPED_ROW_BYTES
 
 OUTPUTS, INPUTS = 32, 128
 """Rows and columns of a weight that a program has at a time."""
@@ -206,6 +206,9 @@ def run(*inputs: Any) -> Tensor:
 def verify_linear(x: Tensor, *inputs: Tensor | None) -> str | None:
     if not x.numel() or x.stride(-1) != 1:
         return "x is empty, or the numbers of a row are no neighbours"
+    rest, ends_E = inputs[-2:]
+    if None not in (rest, ends_E) and x.shape[-1] * x.element_size() % GROUPED_ROW_BYTES:
+        return f"rows of experts that are not packed take no multiple of {GROUPED_ROW_BYTES} bytes"
     return verify(*inputs[:-1], x.dtype)
 
 
