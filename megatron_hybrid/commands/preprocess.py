@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
     from megatron_hybrid.training.data.preprocess import preprocess, train_and_save_tokenizer
 
     marked = options.chat_template and read_text("--chat-template", options.chat_template)
-    if not options.chat and (options.train_on != "all" or marked):
+    if not (options.chat or options.preferences) and (options.train_on != "all" or marked):
         raise ValueError("--train-on and --chat-template are for conversations: add --chat")
     if options.output is None and options.train_tokenizer is None:
         raise ValueError("--output PREFIX is missing: where to write the dataset")

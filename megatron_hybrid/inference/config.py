@@ -106,10 +106,10 @@ class InferenceConfig:
     forward that cannot be captured runs without a graph, and the log says why."""
 
     async_scheduling: bool = False
-    """Plan and launch a step while the device runs the one before, and read its tokens there. A
-    step after drafts, a preemption, forking samples or log-probs of a prompt still waits, and so do
-    pipeline stages. Answers are the same; as a slot is free one step later, later prompts may find
-    other prefixes."""
+    """Plan and launch a step while the device runs the one before, whose tokens it takes there.
+    Steps wait that follow a preemption, samples that fork or log-probs of a prompt, and so do all
+    steps with `speculation` or over pipeline stages. Answers are the same; as a slot is free one
+    step later, later prompts may find other prefixes."""
 
     warm_up: bool = True
     """On a CUDA device, run steps without a request before the first request, so that no request

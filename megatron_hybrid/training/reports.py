@@ -264,9 +264,9 @@ def _mlflow(folder: Path, step: int, recipe: Mapping[str, Any]) -> Writer:
     found = path.read_text() if path.exists() else None
     id = mlflow.start_run(found, run_name=folder.name).info.run_id
     if found is None:
-        sections = {name: each for name, each in recipe.items() if isinstance(each, Mapping)}
-        fields = {f"{of}.{name}": v for of, each in sections.items() for name, v in each.items()}
-        mlflow.log_params({name: str(value)[:500] for name, value in fields.items()})
+        for of, section in recipe.items():
+            named = section if isinstance(section, Mapping) else {"": section}
+            mlflow.log_params({f"{of}.{n}".rstrip("."): str(v)[:500] for n, v in named.items()})
         path.write_text(id)
     log = mlflow.log_metrics
     return Writer(lambda step, found: log({**found}, step, run_id=id), mlflow.end_run)

@@ -149,7 +149,18 @@ def batches(
         worker_init_fn=_outlive_signals,
         generator=torch.Generator(),  # otherwise it draws from torch's own
     )
-    return iter(loader)
+    return _with_plain_errors(loader)
+
+
+def _with_plain_errors(loader: DataLoader) -> Iterator[Batch]:
+    """Yield batches. Raise a worker's error as it was, without the trace that torch adds."""
+    try:
+        yield from loader
+    except ValueError as error:
+        if loader.num_workers:
+            *_, line = str(error).strip().splitlines()
+            raise ValueError(line.partition(": ")[2] or line) from error
+        raise
 
 
 def _outlive_signals(_: int) -> None:

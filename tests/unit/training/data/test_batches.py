@@ -58,6 +58,17 @@ def test_reading_ahead_changes_nothing():
     assert read(3, workers=2) == read(3)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_a_worker_is_that_of_the_data(workers):
+    class Broken(Numbered):
+        def __getitem__(self, i):
+            raise ValueError("a.bin: is cut")
+
+    found = batches(Broken(), micro_batch_size=1, global_batch_size=12, workers=workers)
+    with pytest.raises(ValueError, match=r"^a.bin: is cut$"):
+        next(found)
+
+
 class FromProcess(Numbered):
     """Rows filled with the number of the process that reads them."""
 
