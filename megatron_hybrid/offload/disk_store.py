@@ -52,6 +52,8 @@ MAX_PROBLEMS = 1000
 _THREADS = "cache-disk"
 _NO_SPACE = errno.ENOSPC, errno.EDQUOT
 _PAGES, _INDEX, _LOG = "pages.bin", "index.sqlite3", "index.sqlite3-wal"
+_OLD_HEAD = "cache.json"
+"""File of formats up to 3, which had no sqlite."""
 
 
 def real_path(folder: str | os.PathLike) -> Path:
@@ -159,9 +161,11 @@ class DiskStore:
         """Raise CacheFolderError if the folder holds other files, before anything is written."""
         entries = {entry.name: entry for entry in self.folder.iterdir()}
         if entries and _INDEX not in entries:
+            is_older = {_OLD_HEAD, _PAGES} <= entries.keys()
+            what = "an older version wrote it" if is_older else "it is no cache folder"
             raise CacheFolderError(
-                f"{self.folder} holds {sorted(entries)[0]!r} and no {_INDEX}: it is no cache "
-                f"folder; name a new or an empty one"
+                f"{self.folder} holds {sorted(entries)[0]!r} and no {_INDEX}: {what}; name a new "
+                "or an empty one"
             )
         for name in (_PAGES, _INDEX, _LOG):
             entry = entries.get(name)

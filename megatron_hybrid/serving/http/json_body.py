@@ -19,8 +19,9 @@ from pydantic_core import from_json
 from megatron_hybrid.serving.http.errors import ApiError
 from megatron_hybrid.serving.http.json_response import LARGE_BYTES, in_turn
 
-_MAY_BE_INFINITE = re.compile(rb"\d(?:[eE]\+?\d{3}|\d{308})")
-"""Numbers beyond float64, which become infinity, have three digits of exponent, or 309 digits."""
+_MAY_BE_INFINITE = re.compile(rb"\d(?:[eE]\+?\d{3}|\d{209})")
+"""Numbers beyond float64, which become infinity, have three digits of exponent, or at least 210
+digits, with an exponent of two."""
 _OTHERS = 64 << 10
 """Values in addition to those of prompts: schemas, tools, labels, biases."""
 _MEMBERS_OF_TOKEN = 16

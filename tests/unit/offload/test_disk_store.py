@@ -270,6 +270,10 @@ def test_a_folder_with_other_files_is_refused(tmp_path):
     with pytest.raises(CacheFolderError, match=r"holds 'thesis.tex' and no index\.sqlite3"):
         open_tier(tmp_path)
     assert listing(tmp_path) == {"thesis.tex": b"years of work"}
+    (tmp_path / "thesis.tex").rename(tmp_path / "pages.bin")
+    (tmp_path / "cache.json").touch()
+    with pytest.raises(CacheFolderError, match=r"holds 'cache.json' .*: an older version wrote it"):
+        open_tier(tmp_path)
 
 
 @pytest.mark.parametrize("has_pages", [True, False])

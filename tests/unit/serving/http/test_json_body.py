@@ -61,6 +61,7 @@ def test_a_body_is_what_python_reads_and_writes_again(value, indent, is_ascii, p
     "text",
     [
         *("1e999", "-1E+400", "[[1e309]]", '{"a": {"b": 1e999}}', "1" * 320 + ".0", "1" * 5000),
+        *("9" * 300 + "e10", "-" + "9" * 299 + ".5E+10"),
         *('"\\ud800"', '{"a\\udc00b": 1}', "[NaN]", "-Infinity", "[" * 9999, "", '"a'),
     ],
 )
