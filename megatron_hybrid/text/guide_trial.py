@@ -73,16 +73,18 @@ class Trial:
                 if answer:
                     return json.loads(answer)
                 self._process = None
-                if -process.wait() in _FATAL:
-                    break
-        return (
-            f"it takes more than {MAX_SECONDS} s of a CPU or {MAX_BYTES >> 20} MiB to compile, or "
-            "is too deep: use fewer patterns, properties and references"
-        )
+                if -(status := process.wait()) in _FATAL:
+                    return (
+                        f"it takes more than {MAX_SECONDS} s of a CPU or {MAX_BYTES >> 20} MiB to "
+                        "compile, or is too deep: use fewer patterns, properties and references"
+                    )
+        return f"the process that tries guides, of {sys.executable}, ends with status {status}"
 
     def _running(self) -> subprocess.Popen:
-        """Return the process, a new one in a fork, whose pipe would be that of its parent."""
-        if self._process is None or self._owner != os.getpid():
+        """Return the process: a new one if it has ended, or in a fork, whose pipe would be that of
+        its parent."""
+        process, is_own = self._process, self._owner == os.getpid()
+        if process is None or not is_own or process.poll() is not None:
             path = os.pathsep.join(filter(None, sys.path))
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__],
