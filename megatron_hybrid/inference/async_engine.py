@@ -293,14 +293,15 @@ class AsyncEngine:
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the memory again, and end the pause when all of it is allocated.
 
-        tags: "weights", "kv_cache" or both, as by default. Weights may be sent between the two.
+        tags: some of "weights", "kv_cache" and "scheduling", which allocates nothing; by default
+            all. Weights may be sent between the first two.
 
         Raises:
             ValueError: there is no such tag.
             MemoryError: the device has no room.
             RuntimeError: the cache is to wake up before the weights.
         """
-        tags = _PARTS if tags is None else tags
+        tags = _PARTS if tags is None else [tags] if isinstance(tags, str) else tags
         if unknown := [tag for tag in tags if tag not in _PARTS]:
             raise ValueError(f"there is no {unknown[0]!r} to wake up; use {', '.join(_PARTS)}")
         await self._run(self._calls.wake_up, tags)

@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -95,8 +96,8 @@ def check_shared(folder: Path, text: str) -> None:
 def _describe(text: bytes) -> str:
     try:
         found = json.loads(text)
-        age = time.strftime("%H:%M:%S", time.gmtime(max(0, time.time() - found["began"])))
-        return f"by process {found['pid']} on {found['host']}, since {age} (hours:minutes:seconds)"
+        age = timedelta(seconds=max(0, round(time.time() - found["began"])))
+        return f"by process {found['pid']} on {found['host']}, for {age} (hours:minutes:seconds)"
     except (ValueError, KeyError, TypeError):  # the holder has not written it yet
         return "by another process"
 

@@ -142,7 +142,7 @@ async def test_sleep_gives_memory_back_and_wake_up_takes_it_again(level, tmp_pat
         with pytest.raises(RuntimeError, match="reacquire_weights"):
             await engine.wake_up(["kv_cache"])
         task.cancel()  # a request that runs
-        await engine.wake_up(["weights"])
+        await engine.wake_up("weights")
         assert await engine.is_sleeping()
         if level == 2:
             await engine.start_weight_update()
