@@ -63,7 +63,7 @@ CASES = {
     ),
     "a checkpoint of no adapters": (
         ["--folder", "{shared}/trained", "model={{pretrained: {shared}/model}}", "lora.rank=4"],
-        "iter_0000002 was saved with the weights of model.pretrained=None,.*lora.alpha",
+        "iter_0000002 was saved with lora.rank=None, the recipe has 4: .*of model.pretrained",
     ),
     # Of one machine.
     "a recipe that the first machine lacks": (["second.yaml"], "second.yaml cannot be read"),
