@@ -94,6 +94,8 @@ def refusal_of_field(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         *(part for part in inside if not re.fullmatch(r"(constrained-)?str|.*\[.*", part)),
     ]
     message = error["msg"].removeprefix("Value error, ")
+    if param is None and error["type"] in ("missing", "model_attributes_type"):
+        message = "send a JSON object, with the fields of this route"
     if error["type"] == "extra_forbidden":
         message = f"{shown(place.pop())} is unknown: leave it out"
     inner = "".join(f".{part}" for part in place[1:])

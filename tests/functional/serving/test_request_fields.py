@@ -313,6 +313,13 @@ def test_a_seed_is_any_int64(call, route):
 
 
 @ROUTES
+@pytest.mark.parametrize("body", ["", "[]", '"a"'])
+def test_a_body_that_is_no_object_is_refused_in_words(call, route, body):
+    answer = call(route, content=body)
+    assert answer.status_code == 400 and "the body: send a JSON object, with the" in answer.text
+
+
+@ROUTES
 @pytest.mark.parametrize(
     ("value", "why"),
     [
