@@ -158,10 +158,10 @@ class Guide:
         Raises:
             ValueError: there is no text, or a text is empty or not a str.
         """
-        texts = () if isinstance(texts, str) else tuple(texts)
-        if not texts or not all(isinstance(text, str) and text for text in texts):
+        found = () if isinstance(texts, str) else tuple(texts)
+        if not found or not all(isinstance(text, str) and text for text in found):
             raise ValueError(f"a guide's choices must be one or more non-empty strings: {texts!r}")
-        return cls("choices", texts)
+        return cls("choices", found)
 
 
 def grammar_of(guide: Guide) -> str:
@@ -210,6 +210,8 @@ def _told(message: str) -> str:
     line = _PLACE.sub("", message.strip()).split("\n", 1)[0].strip()
     if "oneOf" in line:
         return _ONE_OF
+    if "if regex is empty" in line:
+        return "a pattern is too complex next to limits of its length, or next to another pattern"
     if "not disjoint" in line:
         return "'patternProperties' are supported only where no name matches two of the patterns"
     return line.replace("Unsatisfiable schema", "no answer fits")[:300]
