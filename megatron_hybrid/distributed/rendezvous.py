@@ -1,4 +1,4 @@
-"""Meetings: exchanges between processes of a job that may fail to come.
+"""Exchanges between processes of a job that may fail to come.
 
 A collective waits silently for a rank that never calls it. A meeting is held over the store of
 torch.distributed: it says whom it waits for, ends in time, and reports the error of a rank that

@@ -29,7 +29,7 @@ from megatron_hybrid.ops.activations import gelu_tanh, quick_gelu, squared_relu
 
 logger = logging.getLogger(__name__)
 
-FIRST_OF_PART = "mtp.layers.0.enorm.weight"
+FIRST_OF_MTP = "mtp.layers.0.enorm.weight"
 """A parameter that every MTP head has."""
 
 _PATTERN_ARGUMENTS = ("hybrid_layer_pattern", "hybrid_override_pattern")
@@ -101,7 +101,7 @@ def fields_of_args(args: Namespace, names: Collection[str], num_stages: int = 1)
     if pattern is not None and num_stages > 1:
         pattern = split_predictions(pattern)[0]
     core = _core_fields(values)
-    if FIRST_OF_PART not in names or num_stages > 1:
+    if FIRST_OF_MTP not in names or num_stages > 1:
         core["mtp_num_layers"] = None
     fields = hybrid_config_fields(
         core,
@@ -131,7 +131,7 @@ def _layer_pattern(values: Mapping[str, Any], names: Collection[str]) -> str | N
     GPTModel. Megatron before 0.17 could also place layers by ratios: then the tensors say."""
     for argument in _PATTERN_ARGUMENTS:
         if pattern := values.get(argument):
-            return pattern if FIRST_OF_PART in names else split_predictions(pattern)[0]
+            return pattern if FIRST_OF_MTP in names else split_predictions(pattern)[0]
     if "decoder.final_norm.weight" not in names:
         return None
     symbols: dict[int, str] = {}
@@ -354,7 +354,7 @@ def _values_of_fields(config: HybridConfig) -> dict[str, Any]:
 def _marks_of(config: HybridConfig, is_gpt: bool) -> list[str]:
     """Return names of tensors that say of a checkpoint what its arguments do not: whether there are
     MTP heads, and norms of queries and keys, which core's hybrid models do not have."""
-    marks = [FIRST_OF_PART] if config.pattern.predictions else []
+    marks = [FIRST_OF_MTP] if config.pattern.predictions else []
     if is_gpt and config.qk_layernorm and not set("*W").isdisjoint(config.symbols):
         marks.append("decoder.layers.0.self_attention.q_layernorm.weight")
     if is_gpt and config.latent_norm and "+" in config.symbols:

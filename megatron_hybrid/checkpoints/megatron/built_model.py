@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron_hybrid import compat
 from megatron_hybrid.checkpoints.megatron.args import (
-    FIRST_OF_PART,
+    FIRST_OF_MTP,
     YARN_DEFAULTS,
     has_head_norms,
 )
@@ -120,7 +120,7 @@ def _layer_pattern(stock: nn.Module) -> str:
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
         if pattern := getattr(stock, name, None):
             main, parts = split_predictions(pattern)
-            if not parts or FIRST_OF_PART in dict(stock.named_parameters()):
+            if not parts or FIRST_OF_MTP in dict(stock.named_parameters()):
                 return pattern
             logger.warning("the layers for multi-token prediction are not here, and left out")
             return main
@@ -282,11 +282,11 @@ def _checked(name: str, given: Tensor, old: Tensor) -> Tensor:
     return given
 
 
-def _tensors(stock: nn.Module, is_gpt: bool, has_part: bool) -> dict[str, Tensor]:
-    """Collect parameters and buffers by the names of a HybridModel. has_part: whether it has one
+def _tensors(stock: nn.Module, is_gpt: bool, has_mtp: bool) -> dict[str, Tensor]:
+    """Collect parameters and buffers by the names of a HybridModel. has_mtp: whether it has one
     for multi-token prediction."""
     tensors = {**dict(stock.named_parameters()), **dict(stock.named_buffers())}
-    if not has_part:
+    if not has_mtp:
         served = {name: tensor for name, tensor in tensors.items() if not is_of_prediction(name)}
         if is_gpt and len(served) < len(tensors):
             logger.warning("the layers for multi-token prediction are not served")

@@ -23,7 +23,7 @@ from megatron_hybrid.inference.worker.context import (
     input_fields,
 )
 from megatron_hybrid.inference.worker.graph_runner import graph_sizes, planned_bytes, refusal
-from megatron_hybrid.inference.worker.mtp_drafter import cached_layers, require_part
+from megatron_hybrid.inference.worker.mtp_drafter import cached_layers, require_mtp
 from megatron_hybrid.inference.worker.warm_up import measured_step_bytes
 from megatron_hybrid.models.flops import token_flops
 from megatron_hybrid.models.hybrid_model import HybridModel
@@ -97,9 +97,9 @@ def allocate(
     """
     parameter = next(model.parameters())
     dtype, device = config.kv_cache_dtype or parameter.dtype, parameter.device
-    uses_part = config.speculation == "mtp"
-    if uses_part:
-        require_part(model)
+    uses_mtp = config.speculation == "mtp"
+    if uses_mtp:
+        require_mtp(model)
     layers, model_layers = cached_layers(model, config), model.cache_requirements()
     spec = _agreed_spec(model, config, dtype, ranks)
     sizes = config.max_requests, config.max_tokens, config.max_sequence_length
@@ -124,8 +124,8 @@ def allocate(
             config.state_encoding,
             hidden_dtype=parameter.dtype,
         )
-        before_part = len(model_layers) if uses_part else None
-        more = before_part, config.max_adapters > 0, alignment
+        before_mtp = len(model_layers) if uses_mtp else None
+        more = before_mtp, config.max_adapters > 0, alignment
         return DynamicInferenceContext(memory, *sizes, captures, needs.num_drafts, *more)
 
     step = 0

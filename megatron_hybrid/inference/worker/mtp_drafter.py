@@ -12,7 +12,7 @@ from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.mixers.base import LayerCache
 
 
-def require_part(model: HybridModel) -> None:
+def require_mtp(model: HybridModel) -> None:
     """Raise ValueError unless the model has an MTP head that can draft."""
     if not hasattr(model, "mtp"):
         raise ValueError(

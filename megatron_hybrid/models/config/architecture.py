@@ -16,7 +16,7 @@ class ArchitectureFields(ModelFields):
     head; see `models/layer_pattern.py`."""
 
     mtp_use_repeated_layer: bool = False
-    """Use the layers of the first MTP head as those of all parts."""
+    """Use the layers of the first MTP head as those of all heads."""
 
     layer_overrides: dict[str | int, dict[str, Any]] = field(default_factory=dict)
     """Fields that differ in some layers: by layer symbol, or by layer number (from 1, through the
