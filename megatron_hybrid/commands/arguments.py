@@ -4,6 +4,7 @@ import argparse
 import math
 import re
 from collections.abc import Sequence
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
@@ -145,8 +146,16 @@ def add_field(
     if given.get("action") == "store_true":
         known.pop("default")
     if about.kind:
-        known["type"] = about.kind
+        known["type"] = partial(_number, about.kind, about.wanted)
     parser.add_argument(option, **known | given).limits = about.wanted
+
+
+def _number(kind: type, wanted: str, text: str) -> float:
+    """Read the number of an option; the config checks its limits."""
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: give {wanted}") from error
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
