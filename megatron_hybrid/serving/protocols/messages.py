@@ -17,6 +17,7 @@ from megatron_hybrid.inference.sampling_params import Share, Temperature
 from megatron_hybrid.serving.http.changes import IMAGE_LEFT_OUT
 from megatron_hybrid.serving.http.errors import ApiError
 from megatron_hybrid.serving.parsers.dialect import ToolCall
+from megatron_hybrid.serving.protocols import schemas
 from megatron_hybrid.serving.protocols.answers import (
     EventAnswer,
     Json,
@@ -356,7 +357,7 @@ class MessageAnswer(EventAnswer):
     def _event(self, kind: str, **fields: Any) -> Json:
         return {"type": f"content_block_{kind}", "index": len(self._items) - 1, **fields}
 
-    def _body(self, report: PrefixReport, num_generated: int) -> Json:
+    def _body(self, report: PrefixReport, num_generated: int) -> schemas.Message:
         return {
             "id": self._answer.id,
             "type": "message",

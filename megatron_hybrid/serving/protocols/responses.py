@@ -17,6 +17,7 @@ from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.requests.request import GenerationResult, RequestOutput
 from megatron_hybrid.serving.http.errors import ApiError
 from megatron_hybrid.serving.parsers.dialect import Reasoning, ToolCall
+from megatron_hybrid.serving.protocols import schemas
 from megatron_hybrid.serving.protocols.answers import (
     Answer,
     EventAnswer,
@@ -543,14 +544,14 @@ class ResponseAnswer(EventAnswer):
         return {"output_index": number, "item_id": self._items[number]["id"], "content_index": 0}
 
     @property
-    def _status(self) -> str:
+    def _status(self) -> Literal["incomplete", "completed"]:
         return "incomplete" if self._reason in ("length", "cancelled") else "completed"
 
     def _event(self, kind: str, **fields: Any) -> Json:
         self._num_events += 1
         return {"type": kind, "sequence_number": self._num_events - 1, **fields}
 
-    def _body(self, report: PrefixReport | None, num_generated: int) -> Json:
+    def _body(self, report: PrefixReport | None, num_generated: int) -> schemas.Responded:
         """Return the body. `report` is None if the answer has just begun."""
         fields, usage = self._fields, None
         status = "in_progress" if report is None else self._status

@@ -18,7 +18,12 @@ class ErrorFields(TypedDict):
 
 
 Error = create_model("Error", error=(ErrorFields, ...))
-MessageErrorFields = create_model("MessageErrorFields", type=(str, ...), message=(str, ...))
+
+
+class MessageErrorFields(TypedDict):
+    type: str
+    message: str
+    param: NotRequired[str]
 
 
 class MessageError(TypedDict):
@@ -110,10 +115,22 @@ class Responded(TypedDict):
     id: str
     object: Literal["response"]
     created_at: float
-    status: Literal["completed", "incomplete"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    error: None
+    incomplete_details: Json | None
+    instructions: str | None
+    max_output_tokens: NonNegativeInt | None
+    metadata: Json
     model: str
     output: list[Json]
-    usage: Json
+    parallel_tool_calls: bool
+    previous_response_id: None
+    store: bool
+    temperature: float | None
+    tool_choice: str | Json
+    tools: list[Json]
+    top_p: float | None
+    usage: Json | None
 
 
 class Message(TypedDict):
