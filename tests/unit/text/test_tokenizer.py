@@ -28,6 +28,7 @@ TEXTS = [
     "  two  spaces\n\n\ttab ",
     "Zażółć 漢字 🙂",
     f"a{EOS} b {START}user\nc{END}",
+    f"a {EOS} b<new> c <|next|>",
     "",
 ]
 
@@ -95,6 +96,14 @@ def for_batches(tokenizer):
     tokenizer.enable_padding(pad_id=1, pad_token=EOS, length=50)
 
 
+def added(content, **fields):
+    return {
+        "content": content,
+        **dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False),
+        **{"special": True, **fields},
+    }
+
+
 # Text --------------------------------------------------------------------------------------------
 
 
@@ -111,11 +120,21 @@ def for_batches(tokenizer):
         {**ROLES, "additional_special_tokens": ["Hello", START]},
         {**ROLES, "extra_special_tokens": {"image_token": "Hello"}},
         {**ROLES, "image_token": "Hello"},
+        *(
+            {**ROLES, "added_tokens_decoder": decoder}
+            for decoder in (
+                {"1": added(EOS, lstrip=True, rstrip=True)},
+                {"1": added(EOS, special=False)},
+                {"306": added("<new>"), "307": added("<|next|>", special=False)},
+                {str(i): added(token) for i, token in enumerate(SPECIAL)},
+            )
+        ),
     ],
 )
 def test_same_ids_as_transformers(write, change, settings):
     folder = write(change, tokenizer_config=settings)
     ours, other = Tokenizer.from_folder(folder), theirs(folder)
+    assert ours.vocab_size == len(other)
     for text in TEXTS:
         assert ours.tokenize(text) == other(text)["input_ids"]
         plain = other(text, add_special_tokens=False)["input_ids"]
@@ -162,48 +181,21 @@ def test_the_first_word_gets_a_space_where_its_class_gives_one(write, kind, sett
         assert ours.detokenize(ids) == other.decode(ids, skip_special_tokens=True)
 
 
-def added(content, **fields):
-    return {
-        "content": content,
-        **dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False),
-        **{"special": True, **fields},
-    }
-
-
 @pytest.mark.parametrize(
-    "decoder",
+    ("settings", "more", "roles"),
     [
-        {"1": added(EOS, lstrip=True, rstrip=True)},
-        {"1": added(EOS, special=False)},
-        {"306": added("<new>"), "307": added("<|next|>", special=False)},
-        {str(i): added(token) for i, token in enumerate(SPECIAL)},
+        (FAST, {}, (None, None)),
+        (ROLES, {}, (1, 0)),
+        # Of older checkpoints, and of newer ones, which hold all of them in one file.
+        (FAST, {"eos_token": {**added(EOS)}, "bos_token": BOS, "sep_token": "Hello"}, (1, 0)),
+        ({**ROLES, "added_tokens_decoder": {"1": added(EOS)}}, {"eos_token": END}, (1, 0)),
     ],
 )
-def test_added_tokens_of_the_config(write, decoder):
-    folder = write(tokenizer_config={**ROLES, "added_tokens_decoder": decoder})
-    ours, other = Tokenizer.from_folder(folder), theirs(folder)
-    for text in (f"a {EOS} b<new> c <|next|>", *TEXTS):
-        ids = other(text)["input_ids"]
-        assert ours.tokenize(text) == ids
-        assert ours.detokenize(ids) == other.decode(ids, skip_special_tokens=True)
-    assert ours.vocab_size == len(other)
-
-
-def test_roles_of_older_checkpoints(write):
-    folder = write(
-        with_bos,
-        tokenizer_config=FAST,
-        special_tokens_map={"eos_token": {**added(EOS)}, "bos_token": BOS, "sep_token": "Hello"},
-    )
+def test_roles_are_those_of_the_file_that_counts(write, settings, more, roles):
+    folder = write(with_bos, tokenizer_config=settings, special_tokens_map=more)
     ours, other = Tokenizer.from_folder(folder), theirs(folder)
     assert ours.tokenize(TEXTS[0]) == other(TEXTS[0])["input_ids"]
-    assert (ours.eod, ours.bos) == (other.eos_token_id, other.bos_token_id) == (1, 0)
-
-
-def test_newer_checkpoints_hold_all_roles_in_one_file(write):
-    settings = {**ROLES, "added_tokens_decoder": {"1": added(EOS)}}
-    folder = write(tokenizer_config=settings, special_tokens_map={"eos_token": END})
-    assert Tokenizer.from_folder(folder).eod == theirs(folder).eos_token_id == 1
+    assert (ours.eod, ours.bos) == (other.eos_token_id, other.bos_token_id) == roles
 
 
 def test_roles_whose_token_the_vocabulary_lacks_stay_text(write):
@@ -255,12 +247,6 @@ def test_the_bytes_of_tokens_of_an_unknown_decoder_are_not_guessed():
     inner.decoder = decoders.BPEDecoder()
     with pytest.raises(ValueError, match="its decoder is BPEDecoder; those known are ByteLevel"):
         Tokenizer(inner).token_bytes  # noqa: B018
-
-
-def test_bos(write, trained):
-    assert Tokenizer.from_folder(write(tokenizer_config=ROLES)).bos == 0
-    assert Tokenizer.from_folder(write(tokenizer_config=FAST)).bos is None
-    assert Tokenizer(tokenizers.Tokenizer.from_str(trained), 1).bos is None
 
 
 # End tokens --------------------------------------------------------------------------------------
@@ -453,15 +439,6 @@ def test_tools_and_variables(write, template, messages, arguments):
     assert ours.render_chat(messages, **arguments) == expected
 
 
-def test_half_of_a_character_is_no_text(write):
-    tokenizer = Tokenizer.from_folder(folder_with(write, "{{ messages[0].content }}"))
-    with pytest.raises(ValueError, match=r"the text has \\ud800, half of a character"):
-        tokenizer.tokenize("a\ud800")
-    for encode in (tokenizer.apply_chat_template, tokenizer.chat_prompt):
-        with pytest.raises(ValueError, match=r"the text.* has \\ud800, half of a character"):
-            encode([{"role": "user", "content": "a\ud800"}])
-
-
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_under_any_of_its_names(name):
     template = ChatTemplate("{{ messages[0].thinking + messages[0].reasoning_content }}")
@@ -530,6 +507,7 @@ def test_no_template(write, settings):
         (PLAIN, QUESTION, TypeError, "message 0 of the chat is of type str"),
         (PLAIN, [{"role": "user", "content": {1, 2}}], TypeError, "content of type set"),
         (PLAIN, [{"role": "user", "content": "a", "x": {1, 2}}], TypeError, "must be JSON values"),
+        (PLAIN, [{"role": "user", "content": "a\ud800"}], ValueError, r"has \\ud800, half of a ch"),
     ],
 )
 def test_templates_that_fail(write, template, messages, error, message):
@@ -659,7 +637,7 @@ def test_a_reload_is_equal(write, files, template):
     assert after.end_tokens == before.end_tokens
     assert after.chat_template == before.chat_template == template
     other = theirs(folder / "saved")
-    for text in (*TEXTS, "<new>"):
+    for text in TEXTS:
         assert after.tokenize(text) == before.tokenize(text) == other(text)["input_ids"]
     if template is not None:
         assert after.render_chat(CHATS[3]) == before.render_chat(CHATS[3])
@@ -676,7 +654,8 @@ def test_saving_replaces_the_tokenizer_of_a_folder(write, tmp_path, trained):
     (folder / "generation_config.json").write_text('{"top_k": 5, "eos_token_id": 3}')
     Tokenizer(tokenizers.Tokenizer.from_str(trained), 1).save(folder)
     tokenizer = Tokenizer.from_folder(folder)
-    assert (tokenizer.eod, tokenizer.end_tokens, tokenizer.chat_template) == (1, (1,), None)
+    assert (tokenizer.eod, tokenizer.bos, tokenizer.chat_template) == (1, None, None)
+    assert tokenizer.end_tokens == (1,)
     assert json.loads((folder / "generation_config.json").read_text()) == {
         "top_k": 5,
         "eos_token_id": [1],
@@ -783,26 +762,19 @@ def test_find_tokenizer(foreign, tmp_path):
 
 
 # Malformed files ---------------------------------------------------------------------------------
+CONFIG, GENERATION = "tokenizer_config", "generation_config"
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer_config", {"eos_token": 5}, "eos_token is 5, which is no token"),
-        ("tokenizer_config", {"eos_token": "<eos>"}, "names the end token '<eos>'"),
-        ("tokenizer_config", {"added_tokens_decoder": {"1": {"a": 2}}}, "does not fit"),
-        ("tokenizer_config", {"added_tokens_decoder": {"7": added(EOS)}}, "id 7, which is 1 there"),
-        ("tokenizer_config", {"chat_template": [{"name": "a"}]}, "string or a list of {name, temp"),
-        (
-            "tokenizer_config",
-            {"chat_template": [{"name": "../a", "template": ""}]},
-            "chat_template",
-        ),
-        (
-            "generation_config",
-            {"eos_token_id": "2"},
-            "eos_token_id is '2'; it must be a whole number",
-        ),
+        (CONFIG, {"eos_token": 5}, "eos_token is 5, which is no token"),
+        (CONFIG, {"eos_token": "<eos>"}, "names the end token '<eos>'"),
+        (CONFIG, {"added_tokens_decoder": {"1": {"a": 2}}}, "does not fit"),
+        (CONFIG, {"added_tokens_decoder": {"7": added(EOS)}}, "id 7, which is 1 there"),
+        (CONFIG, {"chat_template": [{"name": "a"}]}, "string or a list of {name, temp"),
+        (CONFIG, {"chat_template": [{"name": "../a", "template": ""}]}, "chat_template"),
+        (GENERATION, {"eos_token_id": "2"}, "eos_token_id is '2'; it must be a whole number"),
         ("config", {"eos_token_id": [True]}, "eos_token_id[0] is True; it must be a whole number"),
         ("chat_template.jinja", None, "cannot be read"),
         ("tokenizer.json", "{}", "tokenizer.json cannot be read as a tokenizer"),
@@ -856,23 +828,21 @@ def their_answers(folder, messages):
     return found["input_ids"], [(*span, 1.0) for span in spans_of(found["assistant_masks"])]
 
 
-@pytest.mark.parametrize("template", [WITH_MARKS, THINKING_WITH_MARKS, EXTENSIONS])
-@pytest.mark.parametrize("messages", SPEECHES)
-def test_marked_answers_are_those_of_transformers(write, template, messages):
-    folder = write(tokenizer_config=ROLES, **{"chat_template.jinja": template})
-    ours = Tokenizer.from_folder(folder).chat_with_answers(messages)
-    assert ours == their_answers(folder, messages)
-
-
 @pytest.mark.parametrize(
-    ("plain", "marked", "messages"),
-    [(WITHOUT_MARKS, WITH_MARKS, messages) for messages in SPEECHES]
-    + [(THINKING_WITHOUT_MARKS, THINKING_WITH_MARKS, messages) for messages in SPEECHES],
+    ("template", "marked"),
+    [
+        *((each, each) for each in (WITH_MARKS, THINKING_WITH_MARKS, EXTENSIONS)),
+        (WITHOUT_MARKS, WITH_MARKS),
+        (THINKING_WITHOUT_MARKS, THINKING_WITH_MARKS),
+    ],
 )
-def test_answers_are_found_without_marks(write, plain, marked, messages):
-    """The same as of a template that marks what a model writes, up to its end token."""
+@pytest.mark.parametrize("messages", SPEECHES)
+def test_answers_are_those_of_transformers_with_marks_and_without(
+    write, template, marked, messages
+):
+    """Marks begin and end what a model writes, with its end token."""
     settings = {**ROLES, "eos_token": END}
-    folder = write(tokenizer_config=settings, **{"chat_template.jinja": plain})
+    folder = write(tokenizer_config=settings, **{"chat_template.jinja": template})
     ours = Tokenizer.from_folder(folder).chat_with_answers(messages)
     write(tokenizer_config=settings, **{"chat_template.jinja": marked})
     assert ours == their_answers(folder, messages)
@@ -939,6 +909,8 @@ def test_a_batch_has_the_tokens_of_each_text(write):
     assert tokenizer.tokenize_batch(TEXTS) == [tokenizer.tokenize(text) for text in TEXTS]
     with pytest.raises(ValueError, match=r"text 1 has \\ud83d, half of a character"):
         tokenizer.tokenize_batch(["a", "\ud83d"])
+    with pytest.raises(ValueError, match=r"the text has \\ud800, half of a character"):
+        tokenizer.tokenize("a\ud800")
 
 
 def lower_case(tokenizer):
