@@ -43,6 +43,8 @@ COMPRESSED = {
 LAYER = "model.layers.0.mlp.up_proj"
 ZERO = f"{LAYER}.weight_zero_point"
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False}
+AUTO, AWQ, FP8, MODELOPT = ({"quant_method": n} for n in ("auto-round", "awq", "fp8", "modelopt"))
+WHOLE = ((128, 128),)
 
 
 @pytest.mark.parametrize(
@@ -54,37 +56,21 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc
             GPTQ | {"dynamic": {"-:a": {}, "b": {"bits": 16, "group_size": 64}}},
             ("gptq", ((1, 32),), 32, True),
         ),
-        (GPTQ | {"group_size": -1}, ("gptq", ((128, 128),), 0, True)),
+        (GPTQ | {"group_size": -1}, ("gptq", WHOLE, 0, True)),
         (GPTQ | {"checkpoint_format": "gptq_v2"}, ("gptq", ((1, 32),), 32, False)),
         (GPTQ | {"format": "gptq_v2", "method": "gptq"}, ("gptq", ((1, 32),), 32, False)),
+        (AUTO | {"packing_format": "auto_round:auto_gptq", "bits": 4}, ("gptq", WHOLE, 0, True)),
         (
-            {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4},
-            ("gptq", ((128, 128),), 0, True),
-        ),
-        (
-            {"quant_method": "auto-round", "packing_format": "auto_round", "group_size": 64},
+            AUTO | {"packing_format": "auto_round", "group_size": 64},
             ("gptq", ((1, 64),), 64, False),
         ),
-        *(
-            ({"quant_method": "auto-round", **packing}, ("gptq", ((128, 128),), 0, True))
-            for packing in ({}, {"packing_format": None}, {"packing_format": "auto"})
-        ),
-        (
-            {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"},
-            ("awq", ((128, 128),), 0, False),
-        ),
-        (
-            {"quant_method": "awq", "version": "GEMM", "q_group_size": 16, "w_bit": 4},
-            ("awq", ((1, 16),), 16, False),
-        ),
-        (
-            {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"},
-            ("modelopt", ((128, 128),), 0, False),
-        ),
-        (
-            {"quant_method": "fp8", "weight_block_size": [32, 16], "fmt": "e4m3"},
-            ("fp8", ((32, 16),), 0, False),
-        ),
+        (AUTO, ("gptq", WHOLE, 0, True)),
+        (AUTO | {"packing_format": None}, ("gptq", WHOLE, 0, True)),
+        (AUTO | {"packing_format": "auto"}, ("gptq", WHOLE, 0, True)),
+        (AUTO | {"packing_format": "auto_round:auto_awq"}, ("awq", WHOLE, 0, False)),
+        (AWQ | {"version": "GEMM", "q_group_size": 16, "w_bit": 4}, ("awq", ((1, 16),), 16, False)),
+        (MODELOPT | {"quant_algo": "fp8_pb_wo"}, ("modelopt", WHOLE, 0, False)),
+        (FP8 | {"weight_block_size": [32, 16], "fmt": "e4m3"}, ("fp8", ((32, 16),), 0, False)),
     ],
 )
 def test_what_is_known_is_read(config, expected):
@@ -113,32 +99,29 @@ def nested(**weights) -> dict:
         (GPTQ | {"adapter": {"name": "lora"}}, "adapter is "),
         (GPTQ | {"dynamic": {"+:.*up.*": {"bits": 8}}}, r"dynamic.\+:.\*up.\*.bits is 8"),
         (GPTQ | {"dynamic": {"a": {"group_size": 64}}}, "dynamic.a.group_size is 64; .* 32"),
-        (
-            {"quant_method": "auto-round", "extra_config": {"a": {"group_size": 16}}},
-            "extra_config.a.group_size is 16",
-        ),
+        (AUTO | {"extra_config": {"a": {"group_size": 16}}}, "extra_config.a.group_size is 16"),
         (GPTQ | {"pack_dtype": "int16"}, "pack_dtype is 'int16'; use 'int32'"),
-        ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv'; use 'gemm'"),
-        ({"quant_method": "auto-round", "packing_format": "auto_round:fp8"}, "packing_format is "),
-        ({"quant_method": "auto-round", "rotation_config": {"size": 32}}, "rotation_config is "),
+        (AWQ | {"version": "gemv"}, "version is 'gemv'; use 'gemm'"),
+        (AUTO | {"packing_format": "auto_round:fp8"}, "packing_format is "),
+        (AUTO | {"rotation_config": {"size": 32}}, "rotation_config is "),
         (
-            {"quant_method": "modelopt", "quant_algo": "NVFP4", "pre_quant_scale": True},
+            MODELOPT | {"quant_algo": "NVFP4", "pre_quant_scale": True},
             "pre_quant_scale is True; use False",
         ),
         (
-            {"quant_method": "modelopt", "quantized_layers": {"a": {"quant_algo": "W4A8_AWQ"}}},
+            MODELOPT | {"quantized_layers": {"a": {"quant_algo": "W4A8_AWQ"}}},
             "quantized_layers.a.quant_algo is 'w4a8_awq'",
         ),
         (COMPRESSED | {"config_groups": {"g": {"targets": ["re:["]}}}, r"g.targets has 're:\['"),
-        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype is 'fp4'; use 'fp8'"),
-        ({"quant_method": "fp8", "weight_scale_semantics": "inverse"}, "scale_semantics is"),
+        (FP8 | {"expert_dtype": "fp4"}, "expert_dtype is 'fp4'; use 'fp8'"),
+        (FP8 | {"weight_scale_semantics": "inverse"}, "scale_semantics is"),
         ({"quant_method": "torchao", "quant_type": {}}, "quant_method='torchao'; fp8, "),
         ({"quant_method": None}, "quant_method=None"),
         (GPTQ | {"group_size": "32"}, "group_size is '32'; it must be a whole number from -1"),
         (GPTQ | {"dynamic": {"a": {"bits": "4"}}}, "dynamic.a.bits is '4'; it must be one of 4"),
         (COMPRESSED | {"config_groups": [1]}, r"config_groups is \[1\]; it must be a mapping"),
         (COMPRESSED | nested(block_structure="2:4"), "block_structure is '2:4'; it must be a list"),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size is \[128"),
+        (FP8 | {"weight_block_size": [128]}, r"weight_block_size is \[128"),
     ],
 )
 def test_what_nobody_reads_is_refused_by_name(config, words):
