@@ -19,64 +19,51 @@ PROMPT = random_tokens(20)
 
 
 def with_options(**fields) -> dict:
-    return dict(prompt=PROMPT, options=RequestOptions(**fields))
+    return dict(options=RequestOptions(**fields))
 
 
-BAD_REQUESTS = {
-    # name: (arguments of add_request, error, what its message must name)
-    "empty prompt": (dict(prompt=[]), ValueError, "prompt is empty.*at least one token"),
-    "no prompt": (dict(prompt=None), TypeError, "str or a sequence of token ids.*NoneType"),
-    "text without tokenizer": (dict(prompt="hello"), TypeError, "needs a tokenizer.*pass ids"),
-    "floats": (dict(prompt=[1.0, 2.0]), TypeError, "int token ids.*float"),
-    "nested": (dict(prompt=[[1, 2], [3, 4]]), TypeError, "flat sequence of int token ids"),
-    "a float among ints": (dict(prompt=[1, 2.0]), TypeError, "elements of type float, int"),
-    "a bool among ints": (dict(prompt=[1, True]), TypeError, "elements of type bool, int"),
-    "dict": (dict(prompt={1: 2}), TypeError, "str or a sequence of token ids.*dict"),
-    "iterator": (dict(prompt=iter([1, 2])), TypeError, "str or a sequence of token ids"),
-    "masked array": (
-        dict(prompt=np.ma.array([1, 2, 3], mask=[0, 1, 0])),
-        TypeError,
-        r"no masked tokens: pass prompt.compressed\(\)",
-    ),
-    "huge token": (dict(prompt=[1, 2**70]), ValueError, f"token {2**70} at position 1"),
-    "unsigned token": (
-        dict(prompt=np.array([2**64 - 1], dtype=np.uint64)),
-        ValueError,
-        f"token {2**64 - 1} at position 0",
-    ),
-    "too long": (
-        dict(prompt=random_tokens(1025)),
-        ValueError,
-        "1025 tokens, max_sequence_length is 1024: shorten",
-    ),
-    "answer too long": (
-        dict(prompt=PROMPT, params=greedy(1005)),
+BAD_PROMPTS = [
+    ([], ValueError, "prompt is empty.*at least one token"),
+    (None, TypeError, "str or a sequence of token ids.*NoneType"),
+    ("hello", TypeError, "needs a tokenizer.*pass ids"),
+    ([1.0, 2.0], TypeError, "int token ids.*float"),
+    ([[1, 2], [3, 4]], TypeError, "flat sequence of int token ids"),
+    ([1, 2.0], TypeError, "elements of type float, int"),
+    ([1, True], TypeError, "elements of type bool, int"),
+    ({1: 2}, TypeError, "str or a sequence of token ids.*dict"),
+    (iter([1, 2]), TypeError, "str or a sequence of token ids"),
+    (np.ma.array([1, 2], mask=[0, 1]), TypeError, r"no masked tokens: pass prompt.compressed\(\)"),
+    ([1, 2**70], ValueError, f"token {2**70} at position 1"),
+    (np.array([2**64 - 1], np.uint64), ValueError, f"token {2**64 - 1} at position 0"),
+    (random_tokens(1025), ValueError, "1025 tokens, max_sequence_length is 1024: shorten"),
+]
+BAD_FIELDS_OF_REQUESTS = [
+    (
+        dict(params=greedy(1005)),
         ValueError,
         "20 prompt tokens.*num_tokens_to_generate=1005.*max_sequence_length=1024.*at most 1004",
     ),
-    "more than fits": (
+    (
         dict(prompt=random_tokens(900), params=greedy(100)),
         ValueError,
         "1000 tokens does not fit in cache_bytes=.*raise cache_bytes.*num_tokens_to_generate=100",
     ),
-    "params of a wrong type": (dict(prompt=PROMPT, params={}), TypeError, "SamplingParams.*dict"),
-    "stop words without tokenizer": (
-        dict(prompt=PROMPT, params=greedy(4, stop_words=("x",))),
+    (dict(params={}), TypeError, "SamplingParams.*dict"),
+    (
+        dict(params=greedy(4, stop_words=("x",))),
         ValueError,
         "stop_words need a tokenizer.*stop_token_ids",
     ),
-    "too many samples": (with_options(n=9), ValueError, "n is 9; .* at most max_requests=8"),
-    "breakpoint after the prompt": (
+    (with_options(n=9), ValueError, "n is 9; .* at most max_requests=8"),
+    (
         with_options(cache_breakpoints=[5, 21]),
         ValueError,
         "cache_breakpoints has 21; it must be at most 20",
     ),
-    "options of a wrong type": (
-        dict(prompt=PROMPT, options={"salt": "a"}),
-        TypeError,
-        "options must be RequestOptions, got dict",
-    ),
-}
+    (dict(options={"salt": "a"}), TypeError, "options must be RequestOptions, got dict"),
+]
+"""Arguments of add_request, the error, and what its message must name."""
+BAD_REQUESTS = [(dict(prompt=prompt), *told) for prompt, *told in BAD_PROMPTS]
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +78,11 @@ def engine():
     return engine
 
 
-@pytest.mark.parametrize("arguments, error, message", BAD_REQUESTS.values(), ids=BAD_REQUESTS)
+@pytest.mark.parametrize(("arguments", "error", "message"), BAD_REQUESTS + BAD_FIELDS_OF_REQUESTS)
 def test_bad_request_is_refused_and_changes_nothing(engine, arguments, error, message):
     stats, digest = engine.stats(), engine.cache.digest()
     with pytest.raises(error) as caught:
-        engine.add_request(**arguments)
+        engine.add_request(**{"prompt": PROMPT, **arguments})
     assert re.search(message, str(caught.value), re.DOTALL), str(caught.value)
     assert engine.stats() == stats
     assert engine.cache.digest() == digest

@@ -120,38 +120,38 @@ def test_a_turn_that_starts_right_behind_an_answer_saves_no_second_state_there()
     assert start not in {p.position for p in engine.explain(turn).positions}
 
 
-NO_ROLE = {"content": "Hello"}
+NO_ROLE, RAISES = {"content": "Hello"}, "{{ raise_exception('roles must alternate') }}"
 REFUSED = {
-    # name: (tokenizer, messages, error, what its message must name)
-    "no tokenizer": (None, [SYSTEM], TypeError, "chat needs a tokenizer.*pass token ids"),
-    "a tokenizer of another kind": (
-        ByteTokenizer(),
-        [SYSTEM],
-        TypeError,
-        r"chat_prompt\(\), and ByteTokenizer has none.*load_pretrained",
-    ),
-    "no template": (letters(None), [SYSTEM], ValueError, "no chat template.*Send text or tokens"),
-    "no list": (letters(), SYSTEM, TypeError, "of token ids or of messages, got dict"),
-    "no message": (letters(), [SYSTEM, "Hi"], TypeError, "message 1 of the chat is of type str"),
-    "no role": (letters(), [SYSTEM, NO_ROLE], ValueError, "message 1 .* has the role None"),
-    "no content": (letters(), [message(None)], ValueError, "message 0 .* has no content"),
-    "refused by the template": (
-        letters("{{ raise_exception('roles must alternate') }}"),
-        [SYSTEM],
-        ValueError,
-        "cannot render these messages: roles must alternate",
-    ),
-    "too long": (
-        letters(),
-        [message("a" * 2000)],
-        ValueError,
-        "the prompt has 20.. tokens, max_sequence_length is 1024",
-    ),
+    TypeError: [
+        (None, [SYSTEM], "chat needs a tokenizer.*pass token ids"),
+        (
+            ByteTokenizer(),
+            [SYSTEM],
+            r"chat_prompt\(\), and ByteTokenizer has none.*load_pretrained",
+        ),
+        (letters(), SYSTEM, "of token ids or of messages, got dict"),
+        (letters(), [SYSTEM, "Hi"], "message 1 of the chat is of type str"),
+    ],
+    ValueError: [
+        (letters(None), [SYSTEM], "no chat template.*Send text or tokens"),
+        (letters(), [SYSTEM, NO_ROLE], "message 1 .* has the role None"),
+        (letters(), [message(None)], "message 0 .* has no content"),
+        (letters(RAISES), [SYSTEM], "cannot render these messages: roles must alternate"),
+        (
+            letters(),
+            [message("a" * 2000)],
+            "the prompt has 20.. tokens, max_sequence_length is 1024",
+        ),
+    ],
 }
+"""Error -> a tokenizer, messages, and what it must name."""
 
 
-@pytest.mark.parametrize("tokenizer, messages, error, text", REFUSED.values(), ids=REFUSED)
-def test_a_chat_that_cannot_be_served_is_refused_at_the_door(tokenizer, messages, error, text):
+@pytest.mark.parametrize(
+    ("error", "tokenizer", "messages", "text"),
+    [(error, *row) for error, rows in REFUSED.items() for row in rows],
+)
+def test_a_chat_that_cannot_be_served_is_refused_at_the_door(error, tokenizer, messages, text):
     engine = tiny_engine(MODEL, tokenizer)
     for ask_for in (engine.add_request, engine.stream):
         with pytest.raises(error) as caught:
