@@ -88,30 +88,6 @@ def test_demo_runs_all_modes_with_identical_outputs(folder, capsys, monkeypatch)
     assert (again[8], again[9], again[10]) == ("479", "479", "0")
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--model", "/nowhere"], "/nowhere is not a folder"),
-        (["--device", "nowhere"], "device is 'nowhere'; use 'cpu', 'cuda'"),
-        (["--mode", "on"], "prefix_caching is 'on'"),
-        (["--temperature", "-1"], "temperature"),
-        (["--tokens", "100000"], "max_sequence_length"),
-        (["--context", "5", "--tokens", "6"], "max_sequence_length=5"),
-        (["--context", "much"], "'much' is no number of tokens"),
-        (["--memory-fraction", "1.5"], "memory_fraction is 1.5; it must be a number above 0"),
-        (["--cache-mib", "0"], "cache_bytes is 0; it must be a whole number from 1"),
-        (["--cache-mib", "1000000000"], "cpu has "),
-        (["--host-cache-mib", "1000000000"], "Lower host_cache_bytes"),
-    ],
-)
-def test_errors_are_one_line_and_status_2(folder, arguments, message, capsys):
-    status = cli.main(["generate", "--prompt", "x", "--model", folder, *arguments])
-    err = capsys.readouterr().err
-    assert status == 2
-    assert message in err and "Traceback" not in err
-    assert err.startswith("megatron-hybrid: ")
-
-
 def test_info_names_versions_and_optional_libraries(capsys):
     assert cli.main(["info"]) == 0
     out = capsys.readouterr().out
@@ -139,7 +115,7 @@ def test_generate_and_python_agree_on_what_the_model_says(folder, capsys, tmp_pa
 
 def test_a_chat_reuses_its_turns(capsys, monkeypatch):
     lines = ["/help", "/nothing", "/system Tell tales.", "Once upon a time there was a king."]
-    lines = iter([*lines, "", "And then?", "/stats", "/reset"])
+    lines = iter([*lines, "", "long " * 200, "And then?", "/stats", "/reset"])
 
     def typed(prompt):
         try:
@@ -148,22 +124,16 @@ def test_a_chat_reuses_its_turns(capsys, monkeypatch):
             raise EOFError from None
 
     monkeypatch.setattr("builtins.input", typed)
-    assert cli.main(["chat", "--tokens", "12", "--temperature", "0", "--cache-mib", "32"]) == 0
+    arguments = ["chat", "--tokens", "12", "--temperature", "0", "--cache-mib", "32"]
+    assert cli.main([*arguments, "--context", "200"]) == 0
     out = capsys.readouterr().out
     assert re.match(r"demo: the cache has 32 MiB, room for [\d,]+ tokens\.\n", out)
     assert "There is no command /nothing." in out and out.count("/system TEXT") == 2
     assert out.count("A new conversation begins.") == 2 and "\nhit_rate " in out
+    assert "max_sequence_length" in out  # the question that was too long ends nothing
     found = re.findall(r"\[(\d+) prompt tokens, \d+ shared, (\d+) skipped", out)
     (first, none), (second, skipped) = ([int(n) for n in turn] for turn in found)
     assert none == 0 < first < skipped < second
-
-
-def test_a_conversation_goes_on_after_a_question_that_is_too_long(capsys, monkeypatch):
-    lines = ["Once upon a time", "long " * 200, "short"]
-    monkeypatch.setattr("megatron_hybrid.tools.chat.typed_lines", lambda: iter(lines))
-    assert cli.main(["chat", "--tokens", "5", "--context", "100", "--cache-mib", "32"]) == 0
-    text = capsys.readouterr().out
-    assert "max_sequence_length" in text and text.count("prompt tokens, ") == 2
 
 
 def test_explain_after_the_prompts_before_it(folder, capsys):
@@ -294,19 +264,6 @@ def test_convert_says_what_is_wrong(folder, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("known", "unknown"), [(["train", "laptop"], ["--fodler", "x"]), (["info"], ["more"])]
-)
-def test_errors_are_one_line_and_where_help_is(known, unknown, capsys):
-    with pytest.raises(SystemExit) as end:
-        cli.main([*known, *unknown])
-    assert end.value.code == 2
-    err = capsys.readouterr().err
-    error, help_line = err.splitlines()
-    assert error.startswith(f"megatron-hybrid {known[0]}: ") and unknown[0] in error
-    assert help_line == f"See megatron-hybrid {known[0]} --help."
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["chat", "demo", "--tokens", "0"], "argument --tokens: '0': give a whole number from 1"),
@@ -336,6 +293,24 @@ def test_errors_are_one_line_and_where_help_is(known, unknown, capsys):
         (["doctor", "none"], "none is not there: name a folder or a config.json.\n"),
         (["serve", "x", "--adapter", "a=b"], "--max-adapters: max_adapters is 0; --adapter needs"),
         (["serve", "x", "--adapter", "a=b", "--max-adapters", "1"], "b has no adapters to read"),
+        (["train", "laptop", "--fodler", "x"], "--fodler"),
+        (["info", "more"], "more"),
+        (["generate", "--model", "/nowhere", "--prompt", "x"], "/nowhere is not a folder"),
+        *(
+            (["generate", "--prompt", "x", *options], message)
+            for options, message in (
+                (["--device", "nowhere"], "device is 'nowhere'; use 'cpu', 'cuda'"),
+                (["--mode", "on"], "prefix_caching is 'on'"),
+                (["--temperature", "-1"], "temperature"),
+                (["--tokens", "100000"], "max_sequence_length"),
+                (["--context", "5", "--tokens", "6"], "max_sequence_length=5"),
+                (["--context", "much"], "'much' is no number of tokens"),
+                (["--memory-fraction", "1.5"], "fraction is 1.5; it must be a number above 0"),
+                (["--cache-mib", "0"], "cache_bytes is 0; it must be a whole number from 1"),
+                (["--cache-mib", "1000000000"], "cpu has "),
+                (["--host-cache-mib", "1000000000"], "Lower host_cache_bytes"),
+            )
+        ),
     ],
 )
 def test_a_refused_command_says_why_and_leaves_nothing(
@@ -343,10 +318,13 @@ def test_a_refused_command_says_why_and_leaves_nothing(
 ):
     monkeypatch.chdir(tmp_path)
     try:
-        status = cli.main(arguments)
+        program, status, help_lines = "megatron-hybrid", cli.main(arguments), []
     except SystemExit as end:
-        status = end.code
-    assert status == 2 and message in capsys.readouterr().err
+        program, status = f"megatron-hybrid {arguments[0]}", end.code
+        help_lines = [f"See {program} --help.\n"]
+    error, *more = capsys.readouterr().err.splitlines(keepends=True)
+    assert status == 2 and message in error and more == help_lines
+    assert error.startswith(f"{program}: ")
     assert not list(tmp_path.iterdir())
 
 

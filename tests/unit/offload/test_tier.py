@@ -14,8 +14,9 @@ from megatron_hybrid.offload.prefix_keys import PrefixKeys
 from megatron_hybrid.offload.tier import Tier, state_record_pages
 
 FULL, WINDOW = KVGroup(2, 64), KVGroup(2, 64, window=24)
+HYBRID = CacheSpec(16, (FULL,), state_bytes=3000, hidden_bytes=64)
 SPECS = {
-    "hybrid": CacheSpec(16, (FULL,), state_bytes=3000, hidden_bytes=64),
+    "hybrid": HYBRID,
     "pure attention": CacheSpec(16, (FULL,), state_bytes=0, hidden_bytes=64),
     "hybrid with window": CacheSpec(16, (WINDOW, FULL), state_bytes=2000, hidden_bytes=64),
     "state only": CacheSpec(16, (), state_bytes=3000, hidden_bytes=64),
@@ -57,7 +58,7 @@ class Prefix:
         return [(self.salt, *self.tokens[: 16 * index + 16]) for index in blocks] + state
 
 
-def keep(tier, tokens, spec, salt="", saved=None, uses=1):
+def keep(tier, tokens, spec=HYBRID, salt="", saved=None, uses=1):
     """Offers what a prefix leaves behind; its source, or None if it was refused."""
     keys, source = PrefixKeys(np.array(tokens, dtype=np.int32), salt, 16), Prefix(tokens, salt)
     state = {}
@@ -183,24 +184,22 @@ def bytes_of(spec, *lengths):
 
 
 def test_what_is_there_is_not_copied_again():
-    spec = SPECS["hybrid"]
-    tier = Tier("host", spec, 1 << 30, Bytes())
+    tier = Tier("host", HYBRID, 1 << 30, Bytes())
     tokens = some_tokens(100, 5)
-    assert keep(tier, tokens[:40], spec).copied == [0, 1]
-    assert keep(tier, tokens, spec).copied == [2, 3, 4, 5]
-    assert keep(tier, tokens, spec).copied == []
+    assert keep(tier, tokens[:40]).copied == [0, 1]
+    assert keep(tier, tokens).copied == [2, 3, 4, 5]
+    assert keep(tier, tokens).copied == []
     assert (tier.num_states, tier.num_blocks) == (2, 6)
 
 
 def test_the_state_that_saves_least_per_byte_is_evicted_first():
-    spec = SPECS["hybrid"]
     prompts = {16 + i: [i] * 40 for i in range(4)}
-    tier = Tier("host", spec, bytes_of(spec, 40, 40, 40), Bytes())
+    tier = Tier("host", HYBRID, bytes_of(HYBRID, 40, 40, 40), Bytes())
     for saved, tokens in zip((30, 10, 20), prompts.values()):
-        assert keep(tier, tokens, spec, saved=saved)
-    assert keep(tier, [9] * 40, spec, saved=25)
+        assert keep(tier, tokens, saved=saved)
+    assert keep(tier, [9] * 40, saved=25)
     assert [find(tier, tokens) for tokens in prompts.values()][:3] == [40, 0, 40]
-    assert keep(tier, [8] * 40, spec, saved=5) is None  # worth less than any that is here
+    assert keep(tier, [8] * 40, saved=5) is None  # worth less than any that is here
     assert tier.num_evicted == 1
 
 
@@ -227,10 +226,9 @@ def test_what_is_refused_costs_nothing(name):
 
 def test_a_lookup_hashes_each_position_once(monkeypatch):
     """However many prompts have their full blocks in common."""
-    spec = SPECS["hybrid"]
-    tier = Tier("host", spec, 1 << 30, Bytes())
+    tier = Tier("host", HYBRID, 1 << 30, Bytes())
     for token in range(60):
-        assert keep(tier, [0] * 16 + [token] * (1 + token % 5), spec)
+        assert keep(tier, [0] * 16 + [token] * (1 + token % 5))
     hashed = []
     state = PrefixKeys.state
     monkeypatch.setattr(
@@ -243,15 +241,14 @@ def test_a_lookup_hashes_each_position_once(monkeypatch):
 
 def test_what_nobody_returns_to_does_not_keep_others_out_for_ever():
     """Full of states that save ten times as much each, of which one is used now and then."""
-    spec = SPECS["hybrid"]
-    tier = Tier("host", spec, bytes_of(spec, *[40] * 4), Bytes())
+    tier = Tier("host", HYBRID, bytes_of(HYBRID, *[40] * 4), Bytes())
     for token in range(4):
-        keep(tier, [token] * 40, spec, saved=100)
+        keep(tier, [token] * 40, saved=100)
     kept = []
     for token in range(100, 400):
         if token % 10 == 0:
             tier.count_use(tier.find(PrefixKeys(np.full(40, 0, dtype=np.int32), "", 16)))
-        if keep(tier, [token] * 40, spec, saved=10):
+        if keep(tier, [token] * 40, saved=10):
             kept.append(token)
     assert 110 < kept[0] < 160
     assert [find(tier, [token] * 40) for token in range(4)] == [40, 0, 0, 0]
@@ -260,12 +257,11 @@ def test_what_nobody_returns_to_does_not_keep_others_out_for_ever():
 
 def test_what_is_refused_for_the_second_of_two_that_would_have_to_go_gets_in_at_last():
     """The clock moves on with every refusal; the first of the two must not turn it back."""
-    spec = SPECS["hybrid"]
-    tier = Tier("host", spec, bytes_of(spec, 40, 40), Bytes())
+    tier = Tier("host", HYBRID, bytes_of(HYBRID, 40, 40), Bytes())
     for token, saved in ((1, 1), (2, 1000)):
-        keep(tier, [token] * 40, spec, saved=saved)
+        keep(tier, [token] * 40, saved=saved)
     tier.capacity_bytes = tier.used_bytes
-    offers = (keep(tier, [token] * 72, spec, saved=100) for token in range(10, 200))
+    offers = (keep(tier, [token] * 72, saved=100) for token in range(10, 200))
     assert any(offer is not None for offer in offers)
 
 
@@ -273,15 +269,14 @@ def test_a_tier_below_that_fails_costs_nothing_but_its_records():
     def leaves(record):
         raise ValueError("a disk")
 
-    spec = SPECS["hybrid"]
-    tier = Tier("host", spec, bytes_of(spec, 40, 40), Bytes())
+    tier = Tier("host", HYBRID, bytes_of(HYBRID, 40, 40), Bytes())
     tier.on_evict = leaves
     for token in (1, 2):
-        keep(tier, [token] * 40, spec, saved=1)
+        keep(tier, [token] * 40, saved=1)
     with pytest.raises(ValueError, match="a disk"):
-        keep(tier, [3] * 40, spec, saved=10)
+        keep(tier, [3] * 40, saved=10)
     tier.on_evict = lambda record: None
-    assert keep(tier, [4] * 72, spec, saved=1000)  # both can still go
+    assert keep(tier, [4] * 72, saved=1000)  # both can still go
     assert tier.num_states == 1
 
 
@@ -310,9 +305,9 @@ def test_a_store_that_takes_no_more_changes_nothing(name):
     "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
 )
 def test_a_source_that_finds_no_memory_is_a_refusal(caplog, error):
-    spec, store = SPECS["hybrid"], Bytes()
-    tier = Tier("host", spec, bytes_of(spec, 100, 40), store)
-    keep(tier, [1] * 40, spec)
+    store = Bytes()
+    tier = Tier("host", HYBRID, bytes_of(HYBRID, 100, 40), store)
+    keep(tier, [1] * 40)
     before = dict(store.data)
     for tokens in ([1] * 100, [2] * 30):
         keys = PrefixKeys(np.array(tokens, dtype=np.int32), "", 16)
@@ -323,14 +318,13 @@ def test_a_source_that_finds_no_memory_is_a_refusal(caplog, error):
     assert tier.num_without_memory == 2
     (logged,) = caplog.messages
     assert logged.startswith("no memory to copy items evicted from the pool (")
-    assert keep(tier, [3] * 140, spec, saved=10**6)  # all that is old can go
+    assert keep(tier, [3] * 140, saved=10**6)  # all that is old can go
     assert find(tier, [1] * 40) == 0
 
 
 def test_a_source_that_is_wrong_is_an_error():
     wrong = Mock(side_effect=RuntimeError("CUDA error: an illegal memory access"))
-    spec = SPECS["hybrid"]
-    tier = Tier("host", spec, bytes_of(spec, 100), Bytes())
+    tier = Tier("host", HYBRID, bytes_of(HYBRID, 100), Bytes())
     keys = PrefixKeys(np.ones(40, dtype=np.int32), "", 16)
     with pytest.raises(RuntimeError, match="illegal"):
         tier.keep(keys.blocks(2), wrong, state=keys.state(40), position=40, saved_work=1)
@@ -359,9 +353,8 @@ def test_what_was_removed_and_came_again_is_another_record(name):
 
 
 def test_what_can_not_fit_behind_its_own_blocks_costs_nothing():
-    spec = SPECS["hybrid"]
     deeper = [*[1] * 48, *[3] * 160]
-    tier = Tier("host", spec, bytes_of(spec, len(deeper)) - spec.page_bytes, Bytes())
-    assert keep(tier, [1] * 48, spec, saved=1) and keep(tier, [2] * 48, spec, saved=1)
-    assert keep(tier, deeper, spec, saved=10**6) is None
+    tier = Tier("host", HYBRID, bytes_of(HYBRID, len(deeper)) - HYBRID.page_bytes, Bytes())
+    assert keep(tier, [1] * 48, saved=1) and keep(tier, [2] * 48, saved=1)
+    assert keep(tier, deeper, saved=10**6) is None
     assert find(tier, [1] * 48) == find(tier, [2] * 48) == 48
