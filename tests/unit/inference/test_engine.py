@@ -140,7 +140,8 @@ def test_what_was_refused_changes_no_later_draw():
     matrix_rows(itertools.product(MODES, (1, 7, 512)), ("restore", 7)),
 )
 def test_log_probs_are_those_of_a_full_forward_pass(mode, max_tokens):
-    engine = tiny_engine(prefix_caching=mode, max_tokens=max_tokens)
+    # With fewer slots than samples, some start from the cache later.
+    engine = tiny_engine(prefix_caching=mode, max_tokens=max_tokens, max_requests=4)
     recorder = LogitsRecorder(engine)
     prompts = [random_tokens(30), [*random_tokens(30)[:25], 1, 2, 3], [7]]
     for skip in (True, False, True):
@@ -192,32 +193,20 @@ def test_processed_log_probs_are_of_the_tempered_and_truncated_distribution():
 
 
 def test_prompt_log_probs_need_every_forward_and_say_so():
-    engine = tiny_engine()
-    prompt = random_tokens(100)
+    engine, prompt = tiny_engine(MODEL), random_tokens(100)
     engine.generate([prompt], greedy(1))
-    before = engine.stats()["forward_tokens"]
-    result = engine.generate([prompt], greedy(0, return_log_probs=True))[0]
-    assert (result.prefix.shared_tokens, result.prefix.skipped_tokens) == (100, 0)
-    assert result.prefix.miss_reason is MissReason.PROMPT_LOG_PROBS
+    before, params = engine.stats()["forward_tokens"], greedy(0, return_log_probs=True)
+    explanation = engine.explain(prompt, params)
+    result = engine.generate([prompt], params)[0]
+    for match in (result.prefix, explanation.match):
+        assert (match.shared_tokens, match.skipped_tokens) == (100, 0)
+        assert match.miss_reason is explanation.reason is MissReason.PROMPT_LOG_PROBS
+    assert str(explanation).endswith("log-probs of the prompt need every token")
     assert engine.stats()["forward_tokens"] - before == 100
     assert len(result.prompt_log_probs) == 99
     # Those of the answer alone cost nothing.
     params = greedy(2, return_log_probs=True, skip_prompt_log_probs=True)
     assert engine.generate([prompt], params)[0].prefix.skipped_tokens == 100
-
-
-def test_every_sample_has_the_prompts_log_probs():
-    # With fewer slots than samples, some start from the cache later.
-    engine = tiny_engine(max_requests=4)
-    blockers = [engine.add_request(random_tokens(9, seed=seed), greedy(30)) for seed in range(2)]
-    engine.step()
-    request = engine.add_request(
-        random_tokens(30), sampled(3, return_log_probs=True), RequestOptions(n=4)
-    )
-    finish(engine, request, *blockers, *request.samples)
-    for sample in request.samples:
-        check_scores(sample)
-    assert_idle(engine)
 
 
 # What one may ask of a request -------------------------------------------------------------------
@@ -730,18 +719,6 @@ def test_explain_tells_what_is_known_and_changes_nothing():
     assert (engine.stats(), engine.cache.digest()) == before
     with pytest.raises(ValueError, match=r"outside of the vocabulary"):
         engine.explain([10**9])
-
-
-def test_explain_answers_for_the_parameters_of_the_request():
-    engine = tiny_engine(MODEL)
-    prompt, params = random_tokens(100), SamplingParams(top_k=1, return_log_probs=True)
-    engine.generate([prompt], greedy(3))
-    explanation = engine.explain(prompt, params)
-    report = engine.generate([prompt], params)[0].prefix
-    assert explanation.match.skipped_tokens == report.skipped_tokens == 0
-    assert explanation.match.shared_tokens == report.shared_tokens == 100
-    assert explanation.reason is report.miss_reason is MissReason.PROMPT_LOG_PROBS
-    assert str(explanation).endswith("log-probs of the prompt need every token")
     with pytest.raises(TypeError, match="params must be SamplingParams, got str"):
         engine.explain(prompt, "a salt")
 

@@ -262,17 +262,6 @@ def test_every_stream_gets_every_token_by_itself(count):
     assert engine.num_steps - before == 64 - 3 + 1  # the last one keeps the states of the ends
 
 
-def test_a_stream_is_fed_by_steps_that_others_run():
-    engine = tiny_engine()
-    stream = engine.stream(random_tokens(20), greedy(6))
-    outputs = []
-    while engine.has_work:
-        outputs += engine.step()
-    num_steps = engine.num_steps
-    assert list(stream) == outputs and engine.num_steps == num_steps
-    assert [len(output.token_ids) for output in outputs] == [1] * 6
-
-
 def test_steps_tell_what_each_request_got():
     engine = tiny_engine(tokenizer=ByteTokenizer(), max_tokens=16)
     requests = [engine.add_request("a cab", greedy(5)), engine.add_request("b" * 40, greedy(3))]
