@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections import Counter
 from contextlib import suppress
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from reference import (
 )
 from slow_tiers import SlowArrival, SlowStore
 
+from megatron_hybrid.cache.index.prefix_index import PrefixIndex
 from megatron_hybrid.cache.pages.allocator import NULL_PAGE
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.inference import engine_parts
@@ -199,30 +201,22 @@ def test_what_was_counted_stays_when_the_engine_is_closed(tmp_path):
     assert all(after[name] == before[name] for name in grows)
 
 
-def test_a_deeper_prefix_in_the_pool_is_not_fetched():
+def test_what_can_be_fetched_is_told_and_a_deeper_prefix_in_the_pool_is_not_fetched():
     engine, prompt, _ = with_a_prompt_in_host_memory(60)
     prompt += random_tokens(40, seed=1)
-    answer(engine, prompt)  # 60 come back, the rest is computed
-    assert engine.stats()["fetched_tokens"] == 60
-    result = answer(engine, prompt)
-    assert result.prefix.skipped_tokens == 100
-    assert result.prefix.fetched_tokens == 0
-    assert engine.stats()["fetches"] == 1
-
-
-def test_explain_tells_what_can_be_fetched():
-    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
-    prompt = random_tokens(100)
-    answer(engine, prompt[:60])
-    assert engine.explain(prompt).below is None
-    empty_pool(engine)
+    scored = greedy(3, return_log_probs=True, skip_prompt_log_probs=False)
+    assert engine.explain(prompt, scored).below is None  # these need every token
     explanation = engine.explain(prompt)
     assert explanation.below == ("host", 60)
     assert "60 can be fetched: host memory has them" in str(explanation)
     *told, waits = str(explanation).splitlines()
     assert any(line.startswith(f"stops at 0 ({explanation.reason.value}): ") for line in told)
     assert waits == "a request waits for what can be fetched, and starts at 60"
-    assert engine.stats()["fetches"] == 0
+    answer(engine, prompt)  # 60 come back, the rest is computed
+    assert engine.stats()["fetched_tokens"] == 60 and engine.explain(prompt).below is None
+    result = answer(engine, prompt)
+    assert (result.prefix.skipped_tokens, result.prefix.fetched_tokens) == (100, 0)
+    assert engine.stats()["fetches"] == 1
 
 
 @pytest.mark.parametrize(
@@ -273,8 +267,6 @@ def test_what_is_fetched_for_a_request_that_comes_again_is_not_in_its_report():
 def test_prompt_log_probs_need_every_token():
     engine, prompt, _ = with_a_prompt_in_host_memory(60)
     params = greedy(3, return_log_probs=True, skip_prompt_log_probs=False)
-    assert engine.explain(prompt).below == ("host", 60)
-    assert engine.explain(prompt, params).below is None
     assert engine.generate([prompt], params)[0].prefix.skipped_tokens == 0
     assert engine.stats()["fetches"] == 0
 
@@ -556,18 +548,21 @@ def test_the_first_in_line_is_read_whatever_was_read_ahead(tmp_path, monkeypatch
     engine.close()
 
 
-@pytest.mark.parametrize("error", [MemoryError("no room"), OSError("a bug")])
-def test_what_fails_on_the_way_into_the_pool_is_computed(slow, monkeypatch, error):
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        (PageMover, "to_pool", MemoryError("no room")),
+        (PageMover, "to_pool", OSError("a bug")),
+        (PrefixIndex, "store", MemoryError("no room")),
+    ],
+)
+def test_what_fails_on_the_way_into_the_pool_is_computed(slow, monkeypatch, owner, name, error):
     """Without memory no step fails, and no other request waits; a bug is told once."""
     engine, prompt, store = slow
     other = engine.add_request(random_tokens(30, seed=5), greedy(3))
     request = engine.add_request(prompt, greedy(6))
     step_with_arrival(engine, store)
-
-    def to_pool(*parts):
-        raise error
-
-    monkeypatch.setattr(PageMover, "to_pool", to_pool)
+    monkeypatch.setattr(owner, name, Mock(side_effect=error))
     if not isinstance(error, MemoryError):
         with pytest.raises(OSError, match="a bug"):
             engine.step()
@@ -577,23 +572,6 @@ def test_what_fails_on_the_way_into_the_pool_is_computed(slow, monkeypatch, erro
     result = request.result()
     assert result.prefix.skipped_tokens == result.prefix.fetched_tokens == 0
     assert is_greedy(engine.model, prompt, result.token_ids)
-    assert engine.stats()["fetches_failed"] == 1
-
-
-def test_what_arrives_without_memory_to_enter_it_is_computed(slow, monkeypatch):
-    engine, prompt, store = slow
-    request = engine.add_request(prompt, greedy(6))
-    publish = engine.cache.publish_checkpoint
-
-    def without_memory(reservation):
-        if reservation.lease.skipped_tokens:  # that of the fetch
-            raise MemoryError("no room")
-        publish(reservation)
-
-    monkeypatch.setattr(engine.cache, "publish_checkpoint", without_memory)
-    step_with_arrival(engine, store)
-    finish(engine, request)
-    assert request.result().prefix.skipped_tokens == 0
     assert engine.stats()["fetches_failed"] == 1
 
 

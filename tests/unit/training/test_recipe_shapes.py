@@ -82,8 +82,6 @@ ONE_RANK = {
     "model.sequence_parallel": False,
 }
 
-each_shape = pytest.mark.parametrize(("recipe", "published"), SHAPES.items(), ids=SHAPES.keys())
-
 
 def read(name: str, **more: object) -> Recipe:
     """A recipe for one rank."""
@@ -99,19 +97,15 @@ def count(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-@each_shape
-def test_fields_are_those_of_the_published_config(recipe, published):
-    config = read(recipe).model_config(1)
-    assert config.differences(config_of(published_values(published[0]), published[0])) == []
-    assert config.params_dtype == torch.bfloat16
-
-
-@each_shape
-def test_builds_on_the_meta_device_with_the_published_parameter_count(recipe, published):
+@pytest.mark.parametrize(("recipe", "published"), SHAPES.items(), ids=SHAPES.keys())
+def test_fields_and_the_parameter_count_are_those_of_the_published_config(recipe, published):
     name, parameters = published
+    config, values = read(recipe).model_config(1), published_values(name)
+    assert config.differences(config_of(values, name)) == []
+    assert config.params_dtype == torch.bfloat16
     with torch.device("meta"):
-        model = build_hybrid_model(read(recipe).model_config(1))
-        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**published_values(name)))
+        model = build_hybrid_model(config)
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert count(model) == count(theirs) == parameters
 
@@ -165,7 +159,7 @@ def test_the_demo_recipe_makes_the_shipped_model(demo):
     assert config.params_dtype == torch.bfloat16
     with torch.device("meta"):
         model = build_hybrid_model(config)
-    assert sum(parameter.numel() for parameter in model.parameters()) == 4_836_728
+    assert count(model) == 4_836_728
 
 
 def test_its_sequences_are_long_once_the_learning_rate_falls(demo):
