@@ -54,17 +54,24 @@ def test_generate_prints_the_text_and_what_was_skipped(folder, capsys):
     assert "41 prompt tokens, 41 shared, 41 skipped;" in second
 
 
-def test_generate_goes_on_with_the_cache_of_another_call(folder, capsys, tmp_path):
-    arguments = ["generate", "--model", folder, "--tokens", "5", "--prompt", PROMPT]
+def test_generate_goes_on_with_the_cache_of_another_call_and_explain_tells_of_it(
+    folder, capsys, tmp_path
+):
+    cache = tmp_path / "cache"
+    arguments = ["--model", folder, "--prompt", PROMPT, "--cache-dir", str(cache)]
+    assert cli.main(["explain", *arguments]) == 2
+    assert f"--cache-dir {cache} is no folder" in capsys.readouterr().err and not cache.exists()
     outputs = []
     for _ in range(2):
-        assert cli.main([*arguments, "--cache-dir", str(tmp_path / "cache")]) == 0
+        assert cli.main(["generate", *arguments, "--tokens", "5"]) == 0
         outputs.append(capsys.readouterr())
     assert "0 skipped, no_shared_prefix" in outputs[0].err
     assert "41 skipped, 41 of them fetched;" in outputs[1].err
     assert outputs[0].out == outputs[1].out
-    (tmp_path / "cache" / "rank-0-of-1" / "index.sqlite3").write_text("{}")
-    assert cli.main([*arguments, "--cache-dir", str(tmp_path / "cache")]) == 2
+    assert cli.main(["explain", *arguments]) == 0
+    assert "41 can be fetched: the disk has them" in capsys.readouterr().out
+    (cache / "rank-0-of-1" / "index.sqlite3").write_text("{}")
+    assert cli.main(["generate", *arguments]) == 2
     assert "file is not a database" in capsys.readouterr().err
 
 
@@ -144,18 +151,6 @@ def test_explain_after_the_prompts_before_it(folder, capsys):
     out = capsys.readouterr().out
     assert out.startswith("41 of 51 prompt tokens are skipped (80.4%), KV of 41 is shared\n")
     assert "stops at 41: what follows is new" in out
-
-
-def test_explain_of_a_saved_cache(folder, capsys, tmp_path):
-    cache = str(tmp_path / "cache")
-    arguments = ["--model", folder, "--prompt", PROMPT, "--cache-dir", cache]
-    assert cli.main(["explain", *arguments]) == 2
-    assert f"--cache-dir {cache} is no folder" in capsys.readouterr().err
-    assert not (tmp_path / "cache").exists()
-    assert cli.main(["generate", *arguments]) == 0
-    capsys.readouterr()
-    assert cli.main(["explain", *arguments]) == 0
-    assert "41 can be fetched: the disk has them" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["plan", "info", "explain"])

@@ -1,6 +1,7 @@
 """Checkpoints: they come back as they went, and broken ones are refused whole."""
 
 import errno
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -63,11 +64,8 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(what, tmp_path, monkeypatch
     """At the weights, or at the config."""
     old = small_model("M")
     save_checkpoint(old, tmp_path)
-
-    def no_space(*arguments):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(tensor_files if what == "_write_file" else checkpoint, what, no_space)
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(tensor_files if what == "_write_file" else checkpoint, what, full)
     with pytest.raises(CheckpointError, match=r"cannot write a checkpoint to .*No space"):
         save_checkpoint(small_model("-"), tmp_path)
     monkeypatch.undo()
@@ -132,7 +130,7 @@ def test_a_folder_with_a_number_that_becomes_infinite_changes_nothing(tmp_path):
     wide, model = small_model("M"), small_model("M", params_dtype=torch.float16)
     wide.output_layer.weight.data[1, 2] = 70000.0
     save_checkpoint(wide, tmp_path)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
+    before = snapshot(model)
     with pytest.raises(CheckpointError, match=r"output_layer.weight has the number 70000 in"):
         load_checkpoint(model, tmp_path, cast=True)
     assert same(model, before)

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from commands import run_python
@@ -381,18 +382,13 @@ async def test_what_no_future_can_hold_is_raised():
 
 
 async def test_an_engine_that_cannot_get_rid_of_its_work_does_not_spin(engine, monkeypatch):
-    calls = []
-
-    def broken(self, request):
-        calls.append(request)
-        raise InjectedError
-
+    broken = Mock(side_effect=InjectedError)
     with monkeypatch.context() as patch:
         patch.setattr(OutputProcessor, "take", broken)
         with pytest.raises(InjectedError):
             await engine.generate(PROMPTS[0], greedy(5))
         await asyncio.sleep(0.02)
-        assert len(calls) == 1
+        assert broken.call_count == 1
     result = await engine.generate(PROMPTS[0], greedy(5))
     assert result.token_ids == expected(PROMPTS[:1], greedy(5))[0]
 

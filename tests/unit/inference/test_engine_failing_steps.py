@@ -6,6 +6,7 @@ import logging
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import product
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -154,12 +155,9 @@ async def test_a_request_that_always_fails_ends_after_three_tries_and_no_other(p
 
 
 async def test_where_every_step_fails_each_request_gets_its_error_and_nothing_spins(monkeypatch):
-    def broken(self, plan):
-        raise InjectedError
-
     async with serving() as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(ModelRunner, "forward", broken)
+            patch.setattr(ModelRunner, "forward", Mock(side_effect=InjectedError))
             results = await asyncio.gather(*map(read, streams(engine)), return_exceptions=True)
         assert [type(result) for result in results] == [InjectedError] * 8
         assert await asyncio.gather(*map(read, streams(engine))) == expected()
@@ -185,16 +183,11 @@ async def test_one_sample_that_always_fails_ends_its_request(monkeypatch):
 
 
 async def test_where_a_rank_has_failed_all_requests_get_the_error(monkeypatch):
-    calls = []
-
-    def failed(self):
-        calls.append(self)
-        raise RankFailedError("rank 1 has failed")
-
+    step = Mock(side_effect=RankFailedError("rank 1 has failed"))
     async with serving() as engine:
         with monkeypatch.context() as patch:
             patch.setattr(RankControl, "has_failed", property(lambda self: True))
-            patch.setattr(DynamicInferenceEngine, "step", failed)
+            patch.setattr(DynamicInferenceEngine, "step", step)
             results = await asyncio.gather(*map(read, streams(engine)), return_exceptions=True)
         assert [type(result) for result in results] == [RankFailedError] * 8
-    assert len(calls) < 8
+    assert step.call_count < 8

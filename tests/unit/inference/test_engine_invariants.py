@@ -193,9 +193,6 @@ def test_invariant_6_nothing_leaks_from_one_request_to_the_next(pattern, mode):
         poison(engine)
 
 
-# 7. Decisions ------------------------------------------------------------------------------------
-
-
 # 8. Optional work --------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 no request; a step that fails loses no request, leaks no page and changes no answer."""
 
 from contextlib import suppress
+from unittest.mock import Mock
 
 import pytest
 from matrix import matrix_rows
@@ -164,12 +165,8 @@ def test_a_commit_that_breaks_off_leaves_no_request_behind(monkeypatch, status):
     ]
     while all(r.status is not RequestStatus[status] for r in requests[0].samples):
         engine.step()
-
-    def broken(*arguments, **options):
-        raise OSError("a bug")
-
     with monkeypatch.context() as patch:
-        patch.setattr(engine.cache, "commit", broken)
+        patch.setattr(engine.cache, "commit", Mock(side_effect=OSError("a bug")))
         with pytest.raises(OSError):
             engine.cancel(requests[0])
         with suppress(OSError):  # it may have been ended with the other

@@ -243,6 +243,14 @@ def listing(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def check_refused(folder, message, **options):
+    """It is not opened, and stays as it is."""
+    before = listing(folder)
+    with pytest.raises(CacheFolderError, match=message):
+        open_tier(folder, **options)
+    assert listing(folder) == before
+
+
 @pytest.mark.parametrize(
     ("made_for", "message"),
     [
@@ -252,11 +260,7 @@ def listing(folder):
     ],
 )
 def test_a_folder_for_another_model_or_configuration_is_refused(filled, made_for, message):
-    before = listing(filled)
-    with pytest.raises(CacheFolderError, match=message) as error:
-        open_tier(filled, made_for=made_for)
-    assert str(filled / "index.sqlite3") in str(error.value)
-    assert listing(filled) == before
+    check_refused(filled, rf"{filled}/index\.sqlite3.* {message}", made_for=made_for)
 
 
 def test_a_python_without_sqlite3_has_no_folder(tmp_path, monkeypatch):
@@ -267,13 +271,10 @@ def test_a_python_without_sqlite3_has_no_folder(tmp_path, monkeypatch):
 
 def test_a_folder_with_other_files_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(CacheFolderError, match=r"holds 'thesis.tex' and no index\.sqlite3"):
-        open_tier(tmp_path)
-    assert listing(tmp_path) == {"thesis.tex": b"years of work"}
+    check_refused(tmp_path, r"holds 'thesis.tex' and no index\.sqlite3")
     (tmp_path / "thesis.tex").rename(tmp_path / "pages.bin")
     (tmp_path / "cache.json").touch()
-    with pytest.raises(CacheFolderError, match=r"holds 'cache.json' .*: an older version wrote it"):
-        open_tier(tmp_path)
+    check_refused(tmp_path, r"holds 'cache.json' .*: an older version wrote it")
 
 
 @pytest.mark.parametrize("has_pages", [True, False])
@@ -281,10 +282,7 @@ def test_a_file_that_is_no_index_is_refused(filled, has_pages):
     (filled / "index.sqlite3").write_bytes(b"years of work " * 100)
     if not has_pages:
         (filled / "pages.bin").unlink()
-    before = listing(filled)
-    with pytest.raises(CacheFolderError, match=r"file is not a database.*index\.sqlite3"):
-        open_tier(filled)
-    assert listing(filled) == before
+    check_refused(filled, r"file is not a database.*index\.sqlite3")
 
 
 @pytest.mark.parametrize("version", [0, FORMAT - 1, FORMAT + 1])
@@ -293,11 +291,8 @@ def test_an_index_of_another_version_is_refused(filled, version):
     index = sqlite3.connect(filled / "index.sqlite3")
     index.executescript(f"PRAGMA journal_mode = DELETE; PRAGMA user_version = {version}")
     index.close()
-    before = listing(filled)
     message = f"format: {version} there, {FORMAT} here; use another folder, or remove {filled}"
-    with pytest.raises(CacheFolderError, match=message):
-        open_tier(filled)
-    assert listing(filled) == before
+    check_refused(filled, message)
 
 
 OTHER_WEIGHTS = {**MADE_FOR, "weights": "new"}
@@ -453,13 +448,6 @@ def test_the_folder_may_be_a_link(filled, tmp_path):
     assert Prompt(3).is_right_in(tier)
 
 
-def fails(error):
-    def call(*arguments, **options):
-        raise error
-
-    return call
-
-
 @pytest.mark.parametrize(
     ("error", "told"),
     [
@@ -468,7 +456,7 @@ def fails(error):
     ],
 )
 def test_a_folder_that_could_not_be_loaded_can_be_opened_again(filled, monkeypatch, error, told):
-    monkeypatch.setattr(DiskIndex, "read", fails(error))
+    monkeypatch.setattr(DiskIndex, "read", Mock(side_effect=error))
     with pytest.raises((CacheFolderError, ZeroDivisionError), match=told):
         open_tier(filled)
     monkeypatch.undo()
@@ -478,9 +466,13 @@ def test_a_folder_that_could_not_be_loaded_can_be_opened_again(filled, monkeypat
 # A disk without space ----------------------------------------------------------------------------
 
 
+def no_space():
+    return Mock(side_effect=OSError(28, "No space left on device"))
+
+
 def full_index(monkeypatch):
     """No room for a transaction, until `undo`."""
-    monkeypatch.setattr(DiskIndex, "write", fails(OSError(28, "No space left on device")))
+    monkeypatch.setattr(DiskIndex, "write", no_space())
 
 
 @pytest.fixture
@@ -488,7 +480,7 @@ def full(monkeypatch):
     """A disk without space, until `undo`."""
 
     def fill():
-        monkeypatch.setattr(os, "pwrite", fails(OSError(28, "No space left on device")))
+        monkeypatch.setattr(os, "pwrite", no_space())
         full_index(monkeypatch)
         return monkeypatch
 
@@ -525,10 +517,9 @@ def test_a_disk_with_space_again_is_written_again(tier, filled, full, monkeypatc
     index = (filled / "index.sqlite3").read_bytes()
     patch = full()
     assert Prompt(10).keep_in(tier)
-    with pytest.raises(OSError, match=f"writing to {filled} failed: .* No space left"):
-        tier.store.flush()
-    with pytest.raises(OSError, match=f"writing to {filled} failed: .* No space left"):
-        tier.store.recover()
+    for write in (tier.store.flush, tier.store.recover):
+        with pytest.raises(OSError, match=f"writing to {filled} failed: .* No space left"):
+            write()
     unwritten = tier.store.take_lost()
     assert len(unwritten) == 3 == tier.store.num_unwritten
     for record in unwritten:
@@ -649,7 +640,7 @@ def test_where_there_is_no_room_for_the_index_the_last_records_make_it(tier, fil
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError("no room")])
 def test_a_read_that_fails_is_told_and_can_be_tried_again(tier, monkeypatch, error):
-    monkeypatch.setattr(os, "preadv", fails(error))
+    monkeypatch.setattr(os, "preadv", Mock(side_effect=error))
     with pytest.raises(type(error), match=re.escape(str(error))):
         Prompt(3).read_from(tier)
     assert all(str(error) in problem for problem in tier.store.problems)

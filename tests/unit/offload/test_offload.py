@@ -277,9 +277,7 @@ def test_prompt_log_probs_need_every_token():
 @pytest.fixture
 def slow():
     """An engine with a prompt in host memory that takes its time."""
-    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20, cache_bytes=256 << 10)
-    prompt = random_tokens(60)
-    (engine.expected,) = answer_and_leave(engine, [prompt])
+    engine, prompt, engine.expected = with_a_prompt_in_host_memory(60, cache_bytes=256 << 10)
     tier = engine.offload.tiers[0]
     tier.store = SlowStore(tier.store)
     return engine, prompt, tier.store
@@ -429,9 +427,9 @@ def test_queued_prompts_do_not_evict_each_other(monkeypatch, slots, in_pool, is_
     engine.check_integrity()
 
 
-def with_a_prompt_in_host_memory(length=100):
+def with_a_prompt_in_host_memory(length=100, **fields):
     """An engine with an empty pool, a prompt that is fetched, and its answer."""
-    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
+    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20, **fields)
     prompt = random_tokens(length)
     (expected,) = answer_and_leave(engine, [prompt])
     return engine, prompt, expected
@@ -699,12 +697,9 @@ def test_what_could_not_be_read_once_is_still_there(tmp_path, monkeypatch):
 def test_what_could_not_be_written_is_not_counted_and_comes_later(tmp_path, monkeypatch):
     model, prompts = tiny_model("MG*-"), [random_tokens(60, seed=seed) for seed in range(3)]
     engine = tiny_engine(model, cache_dir=tmp_path)
-
-    def full(*arguments):
-        raise OSError(28, "No space left on device")
-
+    full = OSError(errno.ENOSPC, "No space left on device")
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
+        patch.setattr(os, "pwrite", Mock(side_effect=full))
         answer(engine, prompts[0])
         empty_pool(engine)
         answer(engine, prompts[1])

@@ -266,11 +266,8 @@ def test_what_is_refused_for_the_second_of_two_that_would_have_to_go_gets_in_at_
 
 
 def test_a_tier_below_that_fails_costs_nothing_but_its_records():
-    def leaves(record):
-        raise ValueError("a disk")
-
     tier = Tier("host", HYBRID, bytes_of(HYBRID, 40, 40), Bytes())
-    tier.on_evict = leaves
+    tier.on_evict = Mock(side_effect=ValueError("a disk"))
     for token in (1, 2):
         keep(tier, [token] * 40, saved=1)
     with pytest.raises(ValueError, match="a disk"):
