@@ -7,7 +7,10 @@ common, and the order in which requests come, run and are cancelled. It can be r
 import contextlib
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain, repeat
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import torch
@@ -113,6 +116,11 @@ def failing_forward(engine):
     engine.runner.forward = failing
     yield
     engine.runner.forward = forward
+
+
+def failing_at_first(call: Callable, error: BaseException, times: int = 1) -> Mock:
+    """What raises an error so many times, and from then on does what the call does."""
+    return Mock(wraps=call, side_effect=chain(repeat(error, times), repeat(DEFAULT)))
 
 
 def poison(engine) -> None:

@@ -1,6 +1,7 @@
 """Engines built through `megatron_hybrid.megatron`, as scripts build them, with sizes for tests."""
 
 import torch
+from differential import failing_at_first
 from reference import tiny_model
 
 from megatron_hybrid.megatron import (
@@ -77,13 +78,5 @@ def answer(engine, prompt, params: SamplingParams):
 
 def fail_forwards(monkeypatch, engine, times: int) -> None:
     """Let the next forwards of an engine raise."""
-    runner = engine.engine.runner
-    forward, left = runner.forward, [None] * times
-
-    def fails(plan):
-        if left:
-            left.pop()
-            raise ArithmeticError("the device is broken")
-        return forward(plan)
-
-    monkeypatch.setattr(runner, "forward", fails)
+    runner, error = engine.engine.runner, ArithmeticError("the device is broken")
+    monkeypatch.setattr(runner, "forward", failing_at_first(runner.forward, error, times))

@@ -2,11 +2,12 @@
 of the host's work."""
 
 from collections import Counter
+from unittest.mock import Mock
 
 import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
-from differential import InjectedError
+from differential import InjectedError, failing_at_first
 from extreme_sampling import is_alike
 from reference import finish, greedy, random_tokens, tiny_engine, tiny_model
 
@@ -180,16 +181,8 @@ def test_a_launched_step_that_fails_stops_no_call(way, monkeypatch):
     other = engine.add_request(random_tokens(8), greedy(30))
     for _ in range(6):
         next(stream)
-    request, collect = other, engine.runner.collect
-
-    def fails(launched):
-        monkeypatch.setattr(engine.runner, "collect", collect)
-        raise InjectedError
-
-    def interrupted():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(engine.runner, "collect", fails)
+    request, runner = other, engine.runner
+    monkeypatch.setattr(runner, "collect", failing_at_first(runner.collect, InjectedError()))
     if way == "cancel":
         engine.cancel(request)
     elif way == "drop":
@@ -203,7 +196,7 @@ def test_a_launched_step_that_fails_stops_no_call(way, monkeypatch):
         with pytest.raises(RuntimeError, match="2 wait"):
             engine.clear_cache()
     else:
-        monkeypatch.setattr(engine, "step", interrupted)
+        monkeypatch.setattr(engine, "step", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             engine.generate(random_tokens(7), greedy(30))
         monkeypatch.undo()

@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 import pytest
 import tokenizers
-from differential import InjectedError, failing_forward
+from differential import InjectedError, failing_at_first, failing_forward
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import finish, greedy, greedy_tokens, random_tokens, tiny_engine, tiny_model
@@ -361,13 +361,7 @@ def test_streams_get_a_token_an_output_though_what_follows_a_step_fails():
     outputs = [[], []]
     for stream, own in zip(streams, outputs):
         own.append(next(stream))
-    move = engine.live.run_moves
-
-    def failing():
-        engine.live.run_moves = move
-        raise InjectedError
-
-    engine.live.run_moves = failing
+    engine.live.run_moves = failing_at_first(engine.live.run_moves, InjectedError())
     with pytest.raises(InjectedError):
         engine.step()
     for stream, own in zip(streams, outputs):

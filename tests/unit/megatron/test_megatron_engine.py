@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from differential import failing_at_first
 from door import MIB, LetterTokenizer, answer, door_engine, finish, greedy_params
 from megatron.core.inference.sampling_params import SamplingParams as CoreParams
 from reference import full_logits, greedy_tokens, is_greedy, random_tokens, tiny_model
@@ -191,13 +192,8 @@ def test_outputs_of_a_failed_step_for_an_aborted_request_are_dropped(engine, mon
     for request_id in (1, 2):
         engine.add_request(request_id, PROMPT[request_id:], greedy_params(6))
     engine.step_modern()
-    move = engine.engine.live.run_moves
-
-    def fails():
-        monkeypatch.setattr(engine.engine.live, "run_moves", move)
-        raise MemoryError("after the tokens were drawn")
-
-    monkeypatch.setattr(engine.engine.live, "run_moves", fails)
+    live, error = engine.engine.live, MemoryError("after the tokens were drawn")
+    monkeypatch.setattr(live, "run_moves", failing_at_first(live.run_moves, error))
     with pytest.raises(MemoryError):
         engine.step_modern()
     engine.abort_request(1)
@@ -570,7 +566,7 @@ def test_the_coordinators_calls_are_refused_by_the_version_that_lacks_it(engine)
     assert not engine.use_coordinator
 
 
-def test_parts_of_other_packages_are_refused():
+def test_parts_of_other_packages_are_refused_and_a_tokenizer_may_be_left_out():
     model = tiny_model()
     with pytest.raises(TypeError, match="inference_config"):
         DynamicInferenceContext(model.config, object())
@@ -590,14 +586,7 @@ def test_parts_of_other_packages_are_refused():
     engine = DynamicInferenceEngine(controller, context)
     with pytest.raises(ValueError, match="belongs to another engine"):
         DynamicInferenceEngine(controller, context)
-    assert engine.engine.request_builder.tokenizer is None
-
-
-def test_without_a_tokenizer_answers_are_ids_and_texts_fail():
-    model = tiny_model()
-    context = DynamicInferenceContext(model.config, InferenceConfig(buffer_size_gb=0.01))
-    controller = TextGenerationController(GPTInferenceWrapper(model, context), None)
-    engine = DynamicInferenceEngine(controller, context)
+    # Without a tokenizer, answers are ids.
     request = answer(engine, PROMPT, greedy_params(3))
     assert request.generated_text is None and request.prompt is None
     assert is_greedy(model, PROMPT, request.generated_tokens)

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from differential import InjectedError, LogitsRecorder, failing_forward, poison
+from differential import InjectedError, LogitsRecorder, failing_at_first, failing_forward, poison
 from matrix import matrix_rows
 from reference import (
     finish,
@@ -674,14 +674,8 @@ def test_what_could_not_be_read_once_is_still_there(tmp_path, monkeypatch):
         answer_and_leave(engine, [prompt])
     engine.offload.disk.store.flush()
     states = engine.stats()["disk_states"]
-    read, failures = os.preadv, [MemoryError("no room for a moment")]
-
-    def fails_once(*arguments):
-        if failures:
-            raise failures.pop()
-        return read(*arguments)
-
-    monkeypatch.setattr(os, "preadv", fails_once)
+    read = failing_at_first(os.preadv, MemoryError("no room for a moment"))
+    monkeypatch.setattr(os, "preadv", read)
     assert answer(engine, prompts[0]).prefix.skipped_tokens == 0
     assert engine.stats()["disk_states"] >= states
     empty_pool(engine)
