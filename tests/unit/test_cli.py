@@ -11,6 +11,7 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import get_args
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -122,15 +123,8 @@ def test_generate_and_python_agree_on_what_the_model_says(folder, capsys, tmp_pa
 
 def test_a_chat_reuses_its_turns(capsys, monkeypatch):
     lines = ["/help", "/nothing", "/system Tell tales.", "Once upon a time there was a king."]
-    lines = iter([*lines, "", "long " * 200, "And then?", "/stats", "/reset"])
-
-    def typed(prompt):
-        try:
-            return next(lines)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr("builtins.input", typed)
+    lines += ["", "long " * 200, "And then?", "/stats", "/reset"]
+    monkeypatch.setattr("builtins.input", Mock(side_effect=[*lines, EOFError]))
     arguments = ["chat", "--tokens", "12", "--temperature", "0", "--cache-mib", "32"]
     assert cli.main([*arguments, "--context", "200"]) == 0
     out = capsys.readouterr().out

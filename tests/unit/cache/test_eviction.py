@@ -178,12 +178,9 @@ class TestEvictor:
         room.save(counting(96, 0))
         if force:
             room.pool.retain(room.walk(counting(96, 0)).deepest_checkpoint().pages)
-
-        class Failing(CacheListener):
-            def on_evict_state(self, checkpoint):
-                raise OSError("no space left")
-
-        room.evictor.listeners.append(Failing())
+        failing = Mock(spec=CacheListener)
+        failing.on_evict_state.side_effect = OSError("no space left")
+        room.evictor.listeners.append(failing)
         for _ in range(2):
             with pytest.raises(OSError, match="no space left"):
                 room.make_room(8, force=force)

@@ -1,6 +1,8 @@
 """PrefixCache where memory is short: an operation that fails at any of its allocations changes
 nothing that anybody holds, and works when it is called again."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 from failing_allocator import FailingAllocator
@@ -203,11 +205,7 @@ def test_a_request_that_was_expected_starts_without_memory(monkeypatch):
     cache = sim.cache
     cache.expected.add(1, tokens(70))
     assert [found for found in cache.expected.resumed.values() if found is not None]
-
-    def fail(evictor, checkpoint):
-        raise MemoryError
-
-    monkeypatch.setattr(Evictor, "update", fail)
+    monkeypatch.setattr(Evictor, "update", Mock(side_effect=MemoryError))
     cache.expected.discard(1)
     assert not cache.expected
     sim.check()

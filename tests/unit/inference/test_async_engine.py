@@ -280,19 +280,14 @@ async def test_a_stream_that_has_begun_has_its_first_output_still(engine):
 
 
 async def test_a_step_wakes_an_event_loop_once(engine, monkeypatch):
-    loop, wakes = asyncio.get_running_loop(), []
-    call_soon = loop.call_soon_threadsafe
-
-    def counted(callback, *args, **kwargs):
-        wakes.append(callback)
-        return call_soon(callback, *args, **kwargs)
-
-    monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+    loop = asyncio.get_running_loop()
+    call_soon = Mock(wraps=loop.call_soon_threadsafe)
+    monkeypatch.setattr(loop, "call_soon_threadsafe", call_soon)
     streams = [engine.stream(prompt, greedy(20)) for prompt in PROMPTS[:8]]
     outputs = await asyncio.gather(*map(read, streams))
     monkeypatch.undo()
     assert [len(found) for found in outputs] == [20] * 8
-    wakes = [callback for callback in wakes if callback is _put_all]
+    wakes = [call for call in call_soon.call_args_list if call.args[0] is _put_all]
     assert len(wakes) <= (await engine.stats())["steps"]
 
 

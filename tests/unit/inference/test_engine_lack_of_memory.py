@@ -2,7 +2,7 @@
 no request; a step that fails loses no request, leaks no page and changes no answer."""
 
 from contextlib import suppress
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 from matrix import matrix_rows
@@ -81,18 +81,9 @@ def test_siblings_wait_in_line_where_starting_a_later_one_fails(monkeypatch):
     """One sibling starts, one finds no room, and the next one fails."""
     engine = tiny_engine(MODEL, max_requests=5)
     request = engine.add_request(random_tokens(40), greedy(4), RequestOptions(n=5))
-    fork, calls = engine.cache.fork, []
-
-    def failing(*arguments, **options):
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise MemoryError("no room")
-        if len(calls) == 3:
-            raise OSError("a bug")
-        return fork(*arguments, **options)
-
+    results = [DEFAULT, MemoryError("no room"), OSError("a bug")]
     with monkeypatch.context() as patch:
-        patch.setattr(engine.cache, "fork", failing)
+        patch.setattr(engine.cache, "fork", Mock(wraps=engine.cache.fork, side_effect=results))
         with pytest.raises(OSError, match="a bug"):
             finish(engine)
     finish(engine)

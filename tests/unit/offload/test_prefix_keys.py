@@ -2,6 +2,7 @@
 
 from hashlib import blake2b
 from itertools import product
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -65,24 +66,19 @@ def test_recent_keys_are_the_same_keys():
 
 
 def test_what_sequences_have_in_common_is_hashed_once(monkeypatch):
-    hashed = []
-
-    def counted(data, **options):
-        hashed.append(data)
-        return blake2b(data, **options)
-
-    monkeypatch.setattr(prefix_keys, "blake2b", counted)
+    hashed = Mock(wraps=blake2b)
+    monkeypatch.setattr(prefix_keys, "blake2b", hashed)
     recent, tokens = RecentKeys(16), np.arange(1600, dtype=np.int32)
     recent.of(tokens, "").blocks(100)
     for turn in range(3):
-        hashed.clear()
+        hashed.reset_mock()
         tokens = np.concatenate([tokens, np.full(32, turn, dtype=np.int32)])
         recent.of(tokens, "").blocks(len(tokens) // 16)
         recent.of(tokens[:800], "").blocks(50)
-        assert len(hashed) == 2 + 2  # two salts, two blocks
+        assert hashed.call_count == 2 + 2  # two salts, two blocks
     for others, num_hashed in ((MAX_RECENT - 1, 1), (MAX_RECENT, 1 + len(tokens) // 16)):
         for other in range(others):
             recent.of(tokens, str(other))
-        hashed.clear()
+        hashed.reset_mock()
         recent.of(tokens, "").blocks(len(tokens) // 16)
-        assert len(hashed) == num_hashed  # of the salt; it took one place, then lost it
+        assert hashed.call_count == num_hashed  # of the salt; it took one place, then lost it
