@@ -5,6 +5,8 @@ import os
 import resource
 import struct
 import weakref
+from itertools import chain, repeat
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -304,20 +306,9 @@ def test_a_crash_at_any_moment_mixes_no_two_saves(tmp_path, monkeypatch, before,
     while "new" not in outcomes[-1:]:
         folder = tmp_path / str(steps)
         write(folder, old, max_shard_bytes=before)
-        left = steps
-
-        def crash_after(real, folder=folder):
-            def step(*arguments, **options):
-                nonlocal left
-                if left == 0:
-                    raise KeyboardInterrupt
-                left -= 1
-                return real(*arguments, **options)
-
-            return step
-
+        crash = chain(repeat(DEFAULT, steps), repeat(KeyboardInterrupt))
         with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", crash_after(os.replace))
+            patch.setattr(os, "replace", Mock(wraps=os.replace, side_effect=crash))
             try:
                 write(folder, new, max_shard_bytes=after)
                 finished = True

@@ -174,13 +174,9 @@ def test_a_prompt_of_another_type_raises_and_changes_nothing(engine, prompt):
 
 
 def test_a_text_that_the_tokenizer_refuses_fails():
-    class Picky(LetterTokenizer):
-        bos = None
-
-        def tokenize(self, text):
-            raise RuntimeError("no tokens for this")
-
-    engine = door_engine(tokenizer=Picky())
+    picky = LetterTokenizer()
+    picky.bos, picky.tokenize = None, mock.Mock(side_effect=RuntimeError("no tokens for this"))
+    engine = door_engine(tokenizer=picky)
     with pytest.warns(UserWarning, match="no tokens for this"):
         assert answer(engine, "text", greedy_params(2)).failed()
     with pytest.warns(UserWarning, match="add_BOS"):

@@ -33,6 +33,7 @@ SPEC = CacheSpec(16, (KVGroup(2, 64),), state_bytes=3000, hidden_bytes=64)
 PAGE = SPEC.page_bytes
 MADE_FOR = {"weights": "w", "state_encoding": "exact"}
 PROMPT = 40  # tokens: two blocks, and a state with a partial one
+PROMPT_BYTES = (2 * SPEC.kv_pages_per_block + state_record_pages(SPEC, PROMPT)) * PAGE
 
 
 def pages_of(name: str, count: int) -> HostPages:
@@ -128,19 +129,18 @@ def test_what_was_written_is_there_after_a_restart(tier, filled):
 
 
 def test_the_file_is_cut_to_a_smaller_limit(filled, monkeypatch):
-    prompt_bytes = (2 * SPEC.kv_pages_per_block + state_record_pages(SPEC, PROMPT)) * PAGE
     page_file = filled / "pages.bin"
-    assert page_file.stat().st_size == 10 * prompt_bytes
-    tier = open_tier(filled, capacity=5 * prompt_bytes)
-    assert page_file.stat().st_size <= 5 * prompt_bytes
+    assert page_file.stat().st_size == 10 * PROMPT_BYTES
+    tier = open_tier(filled, capacity=5 * PROMPT_BYTES)
+    assert page_file.stat().st_size <= 5 * PROMPT_BYTES
     right = [i for i in range(10) if Prompt(i).is_right_in(tier)]
     assert len(right) == 5
     tier.store.close()
     monkeypatch.setattr(os, "ftruncate", lambda *arguments: None)  # dies after the moves
-    open_tier(filled, capacity=3 * prompt_bytes).store.close()
+    open_tier(filled, capacity=3 * PROMPT_BYTES).store.close()
     monkeypatch.undo()
-    tier = open_tier(filled, capacity=3 * prompt_bytes)
-    assert page_file.stat().st_size <= 3 * prompt_bytes
+    tier = open_tier(filled, capacity=3 * PROMPT_BYTES)
+    assert page_file.stat().st_size <= 3 * PROMPT_BYTES
     kept = [i for i in range(10) if Prompt(i).is_right_in(tier)]
     assert len(kept) == 3 and set(kept) < set(right)
     assert not tier.store.problems
@@ -359,8 +359,7 @@ def test_two_engines_do_not_share_a_folder(tier, filled):
     message = f"in use by another engine, process {os.getpid()}, or"
     with pytest.raises(CacheFolderError, match=message):
         open_tier(filled)
-    tier.store.close()
-    open_tier(filled)
+    open_again(filled)
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
@@ -682,13 +681,12 @@ def test_whatever_stops_the_writer_nobody_waits_for_it_for_ever(filled):
 
 
 def test_no_file_grows_with_what_has_gone(tmp_path):
-    prompt_bytes = (2 * SPEC.kv_pages_per_block + state_record_pages(SPEC, PROMPT)) * PAGE
-    tier = open_tier(tmp_path, capacity=4 * prompt_bytes)
+    tier = open_tier(tmp_path, capacity=4 * PROMPT_BYTES)
     for i in range(100):
         assert Prompt(i).keep_in(tier)
     tier.store.close()
     assert (tmp_path / "index.sqlite3").stat().st_size <= 10 * 4096
-    assert (tmp_path / "pages.bin").stat().st_size <= 4 * prompt_bytes
+    assert (tmp_path / "pages.bin").stat().st_size <= 4 * PROMPT_BYTES
     assert {path.name for path in tmp_path.iterdir()} == {"index.sqlite3", "pages.bin"}
     tier = open_tier(tmp_path)
     assert [i for i in range(100) if Prompt(i).is_right_in(tier)] == [96, 97, 98, 99]

@@ -42,26 +42,13 @@ from megatron_hybrid.offload.disk_store import CacheFolderError
 from megatron_hybrid.offload.page_mover import PageMover
 from megatron_hybrid.offload.prefix_keys import PrefixKeys
 
-PATTERNS = {
-    "hybrid": "MG*-",
-    "pure attention": "*-*-",
-    "window": "W*-",
-    "window only": "W-",
-    "chunk": "C*-",
-    "state only": "MK",
-    "mla": "LG",
-    "all": "MG*-W-",
-}
+PATTERNS = ("MG*-", "*-*-", "W*-", "W-", "C*-", "MK", "LG", "MG*-W-")
 TIERS = ("host", "disk")
 EVERYTHING = 10**6
 
 
 def tier_fields(tier: str, folder) -> dict:
     return {"host_cache_bytes": 64 << 20} if tier == "host" else {"cache_dir": folder}
-
-
-def engine_with(tier, folder, model=None, **fields):
-    return tiny_engine(model, **tier_fields(tier, folder), **fields)
 
 
 def empty_pool(engine):
@@ -87,15 +74,15 @@ def answer_and_leave(engine, prompts):
 @pytest.mark.parametrize(
     ("pattern", "length", "tier"),
     matrix_rows(
-        itertools.product(PATTERNS.values(), (33, 96), TIERS),
-        *((pattern, 33, "host") for pattern in PATTERNS.values()),
+        itertools.product(PATTERNS, (33, 96), TIERS),
+        *((pattern, 33, "host") for pattern in PATTERNS),
         ("MG*-W-", 96, "disk"),
         ("*-*-", 96, "disk"),
     ),
 )
 def test_what_was_evicted_comes_back(tmp_path, tier, pattern, length):
     model, prompt = tiny_model(pattern), random_tokens(length)
-    engine = engine_with(tier, tmp_path, model)
+    engine = tiny_engine(model, **tier_fields(tier, tmp_path))
     recorder = LogitsRecorder(engine)
     first = answer(engine, prompt)
     empty_pool(engine)
@@ -122,7 +109,7 @@ def test_what_was_evicted_comes_back(tmp_path, tier, pattern, length):
 @pytest.mark.parametrize("encoding", STATE_ENCODINGS)
 def test_the_bytes_are_the_same(tmp_path, tier, encoding):
     model, prompt = tiny_model("MG*-W-"), random_tokens(75)
-    engine = engine_with(tier, tmp_path, model, state_encoding=encoding)
+    engine = tiny_engine(model, state_encoding=encoding, **tier_fields(tier, tmp_path))
 
     def cached_bytes():
         lease = engine.cache.acquire(
@@ -165,7 +152,7 @@ def test_host_memory_hands_on_to_the_disk(tmp_path):
 @pytest.mark.parametrize(
     ("pattern", "tier"),
     matrix_rows(
-        itertools.product(PATTERNS.values(), TIERS),
+        itertools.product(PATTERNS, TIERS),
         ("MG*-W-", "host"),
         ("W-", "disk"),
         ("MK", "host"),
@@ -756,7 +743,7 @@ def test_a_full_disk_is_a_smaller_tier(tmp_path, monkeypatch, number):
 # What outlives the engine ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pattern", matrix_rows(PATTERNS.values(), "MG*-W-", "*-*-", "MK"))
+@pytest.mark.parametrize("pattern", matrix_rows(PATTERNS, "MG*-W-", "*-*-", "MK"))
 def test_save_cache_and_a_warm_start(tmp_path, pattern):
     model = tiny_model(pattern)
     engine = tiny_engine(model, host_cache_bytes=1 << 20)
