@@ -185,36 +185,26 @@ async def test_a_cancelled_task_frees_its_pages_and_changes_no_other(engine):
     assert [result.token_ids for result in results] == expected(PROMPTS[:3], greedy(60))
 
 
-@pytest.mark.parametrize("method", ["generate", "stream"])
-async def test_a_task_cancelled_before_its_request_is_added_adds_none(engine, method, gate):
+@pytest.mark.parametrize("way", ["generate", "stream", "aclose"])
+async def test_a_request_that_is_left_before_it_is_taken_is_not_added(engine, way, gate):
     gate.is_open.clear()
     running = asyncio.create_task(engine.generate(PROMPTS[0], greedy(3)))
     await wait_for(gate.is_inside)
-    call = getattr(engine, method)(PROMPTS[1], LONG)
-    task = asyncio.create_task(call if method == "generate" else read(call))
-    await asyncio.sleep(0)  # it waits for the thread, which is in a step
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    if way == "aclose":
+        stream = engine.stream(PROMPTS[1], LONG)
+        readers = [asyncio.create_task(anext(stream, "the end")) for _ in range(3)]
+        await asyncio.sleep(0)
+        await stream.aclose()
+        assert await asyncio.gather(*readers) == ["the end"] * 3
+    else:
+        call = getattr(engine, way)(PROMPTS[1], LONG)
+        task = asyncio.create_task(call if way == "generate" else read(call))
+        await asyncio.sleep(0)  # it waits for the thread, which is in a step
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
     gate.is_open.set()
     assert (await running).token_ids == expected([PROMPTS[0]], greedy(3))[0]
-    assert await is_idle(engine)
-    assert (await engine.stats())["requests"] == 1
-
-
-async def test_a_stream_that_is_closed_before_its_request_is_taken_ends_for_its_readers(
-    engine, gate
-):
-    gate.is_open.clear()
-    running = asyncio.create_task(engine.generate(PROMPTS[0], greedy(3)))
-    await wait_for(gate.is_inside)
-    stream = engine.stream(PROMPTS[1], LONG)
-    readers = [asyncio.create_task(anext(stream, "the end")) for _ in range(3)]
-    await asyncio.sleep(0)
-    await stream.aclose()
-    assert await asyncio.gather(*readers) == ["the end"] * 3
-    gate.is_open.set()
-    await running
     assert await is_idle(engine)
     assert (await engine.stats())["requests"] == 1
 

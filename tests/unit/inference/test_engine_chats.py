@@ -54,33 +54,23 @@ def ask(engine, messages):
     return request.result()
 
 
-def test_a_rendered_chat_is_the_chat():
+def test_a_chat_is_the_prompt_that_its_template_writes_rendered_before_or_not():
     tokenizer = letters()
     chat = [SYSTEM, *EXAMPLES, message("And now?")]
     rendered = RenderedChat(*tokenizer.chat_prompt(chat))
-    engines = [tiny_engine(tokenizer=tokenizer) for _ in range(2)]
-    requests = [engine.add_request(p, greedy(4)) for engine, p in zip(engines, (chat, rendered))]
-    whole, parts = requests
-    assert whole.message_starts == parts.message_starts != ()
-    for engine in engines:
-        finish(engine)
-    assert whole.result().prompt_tokens == parts.result().prompt_tokens
-    assert whole.result().token_ids == parts.result().token_ids
-    assert str(engines[1].explain(rendered)) == str(engines[0].explain(chat))
-
-
-def test_a_chat_is_the_prompt_that_its_template_writes():
-    tokenizer = letters()
-    chat = [SYSTEM, *EXAMPLES, message("And now?")]
     engine = tiny_engine(MODEL, tokenizer)
     (one,) = engine.generate(chat, greedy(COUNT))
     rows = engine.generate([chat, tokenizer.render_chat(chat)], greedy(COUNT))
     (event,) = [event for event in engine.stream(chat, greedy(COUNT)) if event.result]
+    whole, parts = (engine.add_request(prompt, greedy(COUNT)) for prompt in (chat, rendered))
+    assert whole.message_starts == parts.message_starts != ()
+    finish(engine)
     tokens = tokenizer.apply_chat_template(chat)
-    for result in (one, *rows, event.result):
+    for result in (one, *rows, event.result, whole.result(), parts.result()):
         assert result.prompt_tokens == tokens
         assert result.token_ids == one.token_ids
     assert engine.explain(chat).match.skipped_tokens == len(tokens)
+    assert str(engine.explain(rendered)) == str(engine.explain(chat))
 
 
 def test_a_second_chat_skips_the_system_prompt_and_an_edit_all_before_it():

@@ -14,7 +14,6 @@ from matrix import matrix_rows
 from reference import finish, full_logits, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.inference.async_engine import AsyncEngine
-from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.requests.builder import RequestBuilder
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
@@ -225,10 +224,7 @@ async def test_an_async_engine_compiles_off_its_thread(monkeypatch, expected):
         check(self, guide)
 
     monkeypatch.setattr(RequestBuilder, "check_guide", checked)
-    config = InferenceConfig(
-        cache_bytes=4 << 20, max_requests=8, max_tokens=512, max_sequence_length=1024
-    )
-    async with AsyncEngine(MODEL, Tokenizer(), config) as engine:
+    async with AsyncEngine(MODEL, Tokenizer(), engine_of().config) as engine:
         generate = partial(engine.generate, PROMPT, sampled())
         results = await asyncio.gather(generate(RequestOptions(guide=WORD, n=3)), generate())
         stream = engine.stream(PROMPT, sampled(), RequestOptions(guide=WORD))
@@ -244,7 +240,7 @@ async def test_an_async_engine_compiles_off_its_thread(monkeypatch, expected):
 async def test_a_stream_with_a_bad_guide_that_nobody_reads_logs_nothing():
     logged, loop = [], asyncio.get_running_loop()
     loop.set_exception_handler(lambda loop, context: logged.append(context["message"]))
-    async with AsyncEngine(MODEL, Tokenizer(), InferenceConfig(cache_bytes=4 << 20)) as engine:
+    async with AsyncEngine(MODEL, Tokenizer(), engine_of().config) as engine:
         stream = engine.stream(PROMPT, options=RequestOptions(guide=Guide.regex("(")))
         for read in (stream.queued, partial(anext, stream)):
             with pytest.raises(ValueError, match="the guide's regex cannot be used"):
