@@ -28,6 +28,7 @@ SPECS = {
     "state": CacheSpec(16, (), state_bytes=4000, hidden_bytes=64),
 }
 """One of each kind of model."""
+LARGE_STATES = CacheSpec(16, (KVGroup(2, 64),), state_bytes=20_000, hidden_bytes=128)
 GARBAGE = -1
 """What free pages are filled with."""
 

@@ -8,19 +8,16 @@ import numpy as np
 import pytest
 from cache_prompts import tokens
 from settled import settled
-from simulator import SPECS, Simulator
+from simulator import LARGE_STATES, SPECS, Simulator
 
 from megatron_hybrid.cache.index.tree import Kind
-from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
-
-SPEC = CacheSpec(16, (KVGroup(2, 64),), state_bytes=20_000, hidden_bytes=128)
 
 
 @pytest.fixture
 def sim():
-    return Simulator(settled(PrefixCache(SPEC, 3000)))
+    return Simulator(settled(PrefixCache(LARGE_STATES, 3000)))
 
 
 def fates(explanation):

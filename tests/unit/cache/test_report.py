@@ -4,19 +4,17 @@ is counted under it."""
 import pytest
 from cache_prompts import joined, tokens
 from settled import settled
-from simulator import Simulator
+from simulator import LARGE_STATES, Simulator
 
 from megatron_hybrid.cache import matching
-from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
 
-SPEC = CacheSpec(16, (KVGroup(2, 64),), state_bytes=20_000, hidden_bytes=128)
-STATE_PAGES = SPEC.checkpoint_pages
+STATE_PAGES = LARGE_STATES.checkpoint_pages
 
 
 def simulator(num_pages=3000, mode="restore"):
-    return Simulator(settled(PrefixCache(SPEC, num_pages, mode)))
+    return Simulator(settled(PrefixCache(LARGE_STATES, num_pages, mode)))
 
 
 def lost(sim):
@@ -119,7 +117,7 @@ def test_no_room():
 )
 def test_no_room_is_no_reason_where_nothing_would_have_been_restored(mode, why, reason):
     """The part of a block that the prompt would share is in its own way."""
-    cache = PrefixCache(SPEC, 1 + 3, mode)
+    cache = PrefixCache(LARGE_STATES, 1 + 3, mode)
     prompt = joined(tokens(20), tokens(28, seed=1))
     lease = cache.acquire(prompt[:20], capacity_tokens=20)
     assert cache.reserve_checkpoint(lease, 20) is None

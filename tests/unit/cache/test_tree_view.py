@@ -5,18 +5,16 @@ from followed_tree import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from settled import settled
-from simulator import Simulator
+from simulator import LARGE_STATES, Simulator
 
-from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-
-SPEC = CacheSpec(16, (KVGroup(2, 64),), state_bytes=20_000, hidden_bytes=128)
 
 
 def grown_cache(pages: int, families: int, seed: int) -> tuple[PrefixCache, list[np.ndarray]]:
     """A cache after prompts of which many begin alike, and these prompts."""
     rng = np.random.default_rng(seed)
-    sim, heads = Simulator(settled(PrefixCache(SPEC, pages))), rng.integers(0, 9, (families, 60))
+    sim = Simulator(settled(PrefixCache(LARGE_STATES, pages)))
+    heads = rng.integers(0, 9, (families, 60))
     prompts = []
     for _ in range(25):
         head = heads[rng.integers(families), : rng.integers(1, 60)]
@@ -76,7 +74,7 @@ def test_a_view_has_the_tokens_and_states_that_explain_tells_of(pages, families,
 
 
 def test_an_edge_keeps_its_number_while_its_end_lives():
-    sim = Simulator(settled(PrefixCache(SPEC, 1500)))
+    sim = Simulator(settled(PrefixCache(LARGE_STATES, 1500)))
     prompt = np.arange(100, dtype=np.int32)
     sim.run(prompt)
     (edge,) = drawn(sim.cache)

@@ -29,6 +29,7 @@ PARAMS = [
     for index in range(8)
 ]
 POISON = 96
+POSITIONS = {"first tokens": 0, "middle of a prefill": 140, "answer": 160, "admission": None}
 
 
 @asynccontextmanager
@@ -106,18 +107,10 @@ async def test_failing_steps_lose_and_repeat_no_token(seed, fields, monkeypatch,
     assert all("0 get its error" in record.message for record in logged)
 
 
-@pytest.mark.parametrize(
-    "place",
-    matrix_rows(
-        ["first tokens", "middle of a prefill", "answer", "admission"], "answer", "admission"
-    ),
-)
+@pytest.mark.parametrize("place", matrix_rows(POSITIONS, "answer", "admission"))
 async def test_a_request_that_always_fails_ends_after_three_tries_and_no_other(place, monkeypatch):
-    tries = []
+    tries, position = [], POSITIONS[place]
     prompt, params = [POISON] * 150, SamplingParams(num_tokens_to_generate=60, seed=1)
-    position = {"first tokens": 0, "middle of a prefill": 140, "answer": 160, "admission": None}[
-        place
-    ]
     forward, acquire = ModelRunner.forward, PrefixCache.acquire
 
     def fail_in_forward(self, plan):

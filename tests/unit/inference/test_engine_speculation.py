@@ -88,11 +88,8 @@ def test_a_perfect_drafter_gives_all_tokens_of_a_step_and_a_wrong_one_its_own(wr
     assert numbers == ([1] * 17 if wrong else [1, 4, 4, 4, 4])
     stats = engine.stats()
     # With one token missing, two, three .. fewer are proposed.
-    proposed = 13 * 3 + 2 + 1 if wrong else 12
-    assert (stats["draft_tokens"], stats["draft_tokens_accepted"]) == (
-        proposed,
-        0 if wrong else 12,
-    )
+    numbers = (13 * 3 + 2 + 1, 0) if wrong else (12, 12)
+    assert (stats["draft_tokens"], stats["draft_tokens_accepted"]) == numbers
 
 
 @pytest.mark.parametrize("pattern", matrix_rows(KINDS, "M*", "S*"))

@@ -35,7 +35,6 @@ from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.inference import engine_parts
 from megatron_hybrid.inference.config import STATE_ENCODINGS
 from megatron_hybrid.inference.metrics.prometheus import COUNTERS
-from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.requests.request import RequestStatus
 from megatron_hybrid.offload import disk_store, fetch
 from megatron_hybrid.offload.disk_store import CacheFolderError
@@ -331,9 +330,7 @@ def test_an_engine_with_nothing_else_to_do_waits(slow):
 def test_blocks_that_leave_the_pool_meanwhile_are_fetched_too(slow):
     engine, prompt, store = slow
     store.arrive()
-    engine.generate(
-        [prompt[:40]], greedy(1), RequestOptions(salt="")
-    )  # two blocks are in the pool again
+    engine.generate([prompt[:40]], greedy(1))  # two blocks are in the pool again
     store.arrive()
     request = engine.add_request(prompt, greedy(6))
     other = engine.add_request(random_tokens(30, seed=5), greedy(20))
