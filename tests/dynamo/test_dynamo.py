@@ -23,7 +23,7 @@ import psutil
 import pytest
 import yaml
 from dynamo.common.configuration.groups.kv_router_args import KvRouterArgGroup
-from http_server import DEMO, demo_service, run_apart, running_server
+from http_server import DEMO, demo_service, events, run_apart, running_server
 from safetensors.torch import load_file, save_file
 from span_collector import TRACEPARENT, span_collector
 from waiting import LIMIT_S, wait_until
@@ -500,16 +500,14 @@ class Stream:
     def __init__(self, frontend: Program, body: dict):
         self.text, self.times = "", []
         self._body = {"model": MODEL, **body, "stream": True}
-        self._url = f"{frontend.url}/v1/completions"
+        self._url = frontend.url
         self.result = ThreadPoolExecutor(1).submit(self._read)
 
     def _read(self) -> str:
-        with httpx.stream("POST", self._url, json=self._body, timeout=60) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    for choice in json.loads(line[6:])["choices"]:
-                        self.text += choice["text"]
-                        self.times.append(time.perf_counter())
+        for event in events(self._url, "/v1/completions", self._body):
+            for choice in event["choices"]:
+                self.text += choice["text"]
+                self.times.append(time.perf_counter())
         return self.text
 
 

@@ -1,6 +1,7 @@
 """A server of the demo model in a thread of this process."""
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Coroutine, Iterator
@@ -95,6 +96,14 @@ def running_server(engine_fields: dict | None = None, **fields) -> Iterator[Runn
     finally:
         server.stop()
         run_apart(service.close())
+
+
+def events(url: str, path: str, body: dict) -> Iterator[dict]:
+    """The events of a server's stream. It ends with the generator, and so does its connection."""
+    with httpx.stream("POST", url + path, json=body, timeout=LIMIT_S) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))
 
 
 def set_config(monkeypatch, server, **fields) -> None:

@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 import yaml
-from http_server import running_server
+from http_server import events, running_server
 from prometheus_client.parser import text_string_to_metric_families
 from span_collector import CALLER, TRACEPARENT, span_collector
 from waiting import wait_until
@@ -141,11 +141,8 @@ def test_answers_are_those_of_the_server(two, plain, what):
 
 
 def test_a_stream_comes_in_pieces_and_its_text_is_the_answer(two):
-    pieces = []
-    with two.client.stream("POST", "/v1/completions", json={**GREEDY, "stream": True}) as answer:
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                pieces += [each["text"] for each in json.loads(line[6:])["choices"]]
+    stream = events(two.url, "/v1/completions", {**GREEDY, "stream": True})
+    pieces = [each["text"] for event in stream for each in event["choices"]]
     assert len(pieces) > 3 and "".join(pieces) == two.ask(GREEDY)["choices"][0]["text"]
 
 

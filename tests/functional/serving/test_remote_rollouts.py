@@ -1,7 +1,6 @@
 """A trainer in another process than the servers that draw its rollouts."""
 
 import asyncio
-import json
 import shutil
 from dataclasses import replace
 from unittest import mock
@@ -11,7 +10,7 @@ import pytest
 import remote_rollouts
 import torch
 from commands import free_port
-from http_server import DEMO, running_server
+from http_server import DEMO, events, running_server
 from rank_processes import rank_context
 from reference import is_greedy, random_tokens, tiny_model
 from waiting import LIMIT_S
@@ -103,12 +102,6 @@ def answers_of(url):
     return rows, skipped, epochs
 
 
-def events_of(lines):
-    for line in lines:
-        if line.startswith("data: {"):
-            yield json.loads(line.removeprefix("data: "))["choices"][0]
-
-
 def test_a_trainer_in_another_process_sends_weights_to_two_workers(
     workers, folders, monkeypatch, capsys
 ):
@@ -120,16 +113,12 @@ def test_a_trainer_in_another_process_sends_weights_to_two_workers(
     trainer = remote_rollouts.Workers(workers)
     monkeypatch.setattr(remote_rollouts, "PART_BYTES", 100_000)  # several parts
     trainer.connect("127.0.0.1", free_port())
-    streams = [
-        httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=LIMIT_S) for url in workers
-    ]
-    events = [events_of(stream.__enter__().iter_lines()) for stream in streams]
-    begun = [next(each) for each in events]
+    streams = [events(url, "/v1/completions", LONG) for url in workers]
+    begun = [next(each) for each in streams]
     trainer.send(((name, t.detach()) for name, t in own_tensors(new).items()), "first")
-    for url, first, rest, stream in zip(workers, begun, events, streams):
+    for url, first, rest in zip(workers, begun, streams):
         # A running answer goes on, with the new weights, and no byte of the old ones.
-        parts = [first, *rest]
-        stream.__exit__(None, None, None)
+        parts = [event["choices"][0] for event in (first, *rest)]
         tokens = [token for part in parts for token in part["token_ids"]]
         drawn_by = [part["weight_epoch"] for part in parts for _ in part["token_ids"]]
         start = drawn_by.index(1)

@@ -1,6 +1,5 @@
 """`megatron-hybrid serve` over two ranks answers as over one, on every route, and ends whole."""
 
-import json
 import os
 import shutil
 import signal
@@ -16,7 +15,7 @@ import pytest
 import remote_rollouts
 import torch
 from commands import Command, Launched, free_port
-from http_server import DEMO, running_server
+from http_server import DEMO, events, running_server
 from matrix import matrix_rows
 from reference import greedy, random_tokens, tiny_model
 from waiting import LIMIT_S, wait_until
@@ -163,14 +162,6 @@ def _plain(value):
     if isinstance(value, list):
         return [_plain(each) for each in value]
     return round(value, 3) if isinstance(value, float) else value
-
-
-def events(url, path, body):
-    """The events of a stream, with their times."""
-    with httpx.stream("POST", url + path, json=body, timeout=LIMIT_S) as stream:
-        for line in stream.iter_lines():
-            if line.startswith("data: {"):
-                yield json.loads(line.removeprefix("data: "))
 
 
 def test_every_route_answers_as_over_one_rank(ranks, one):
