@@ -53,6 +53,20 @@ Step3p5ForCausalLM.config_class = step.Step3p7TextModel.config_class
 AutoModelForCausalLM.register(Step3p5ForCausalLM.config_class, Step3p5ForCausalLM, exist_ok=True)
 
 
+def with_stacked_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The six experts of each layer in two tensors."""
+    layers = {name.partition("experts.0.")[0] for name in tensors if ".experts.0." in name}
+    assert layers
+    for layer in layers:
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{layer}experts.{i}.{name}_proj.weight") for i in range(6)])
+            for name in ("gate", "up", "down")
+        )
+        tensors[f"{layer}experts.gate_up_proj"] = torch.cat([gate, up], 1)
+        tensors[f"{layer}experts.down_proj"] = down
+    return tensors
+
+
 def stored(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of a folder that are weights."""
     tensors = load_file(folder / "model.safetensors")

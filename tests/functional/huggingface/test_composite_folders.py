@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers
-from huggingface import read_values
+from huggingface import read_values, with_stacked_experts
 from model_folders import rewrite
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -106,22 +106,8 @@ def leave_out_ties(folder):
 
 def stack_experts(folder):
     """The experts of a layer in two tensors, as in the released folders."""
-
-    def stacked(tensors):
-        layers = {name.partition("experts.0.")[0] for name in tensors if ".experts.0." in name}
-        assert layers
-        for layer in layers:
-            gate, up, down = (
-                torch.stack(
-                    [tensors.pop(f"{layer}experts.{i}.{name}_proj.weight") for i in range(6)]
-                )
-                for name in ("gate", "up", "down")
-            )
-            tensors[f"{layer}experts.gate_up_proj"] = torch.cat([gate, up], 1)
-            tensors[f"{layer}experts.down_proj"] = down
-        return tensors | {"mtp.norm.weight": torch.ones(48)}
-
-    rewrite(folder, stacked)
+    more = {"mtp.norm.weight": torch.ones(48)}
+    rewrite(folder, lambda tensors: with_stacked_experts(tensors) | more)
 
 
 def save(theirs, folder):

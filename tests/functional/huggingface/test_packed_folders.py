@@ -1,13 +1,15 @@
 """Folders with packed weights: the model computes what one with the numbers that they stand for
 computes, to the bit, and is written back byte by byte."""
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import packed_folders
 import pytest
 import torch
-from huggingface import build
+from huggingface import build, with_stacked_experts
 from matrix import matrix_rows
 from model_folders import rewrite
 from packed_folders import FORMATS, stored_bytes, write_folders
@@ -71,21 +73,21 @@ def folders(tmp_path: Path, name: str, formats: dict[str, str], **changes) -> tu
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory) -> tuple[Path, Path]:
+def folders_in(tmp_path_factory) -> Callable[[str], tuple[Path, Path]]:
+    """`folders` of a model by format, written once."""
+
+    @functools.cache
+    def written(kind):
+        name = "qwen3_next" if kind == "fp8-block" else "llama"
+        return folders(tmp_path_factory.mktemp(kind), name, {PROJECTIONS: kind})
+
+    return written
+
+
+@pytest.fixture(scope="module")
+def qwen(folders_in) -> tuple[Path, Path]:
     """Gated DeltaNet, experts and attention in FP8."""
-    return folders(tmp_path_factory.mktemp("qwen"), "qwen3_next", {PROJECTIONS: "fp8-block"})
-
-
-@pytest.fixture(scope="module")
-def gptq(tmp_path_factory) -> Path:
-    """Integers of 4 bits by GPTQ."""
-    return folders(tmp_path_factory.mktemp("gptq"), "llama", {PROJECTIONS: "gptq"})[0]
-
-
-@pytest.fixture(scope="module")
-def nvfp4(tmp_path_factory) -> Path:
-    """NVFP4 of compressed-tensors."""
-    return folders(tmp_path_factory.mktemp("nvfp4"), "llama", {PROJECTIONS: "ct-nvfp4"})[0]
+    return folders_in("fp8-block")
 
 
 @torch.no_grad()
@@ -235,17 +237,7 @@ def test_stacked_experts_are_quantized_one_by_one(tmp_path, name, to):
     build(name, **STACKED[name]).to(torch.bfloat16).save_pretrained(source)
     tensors = load_file(source / "model.safetensors")
     if name == "qwen3_5_moe":  # transformers writes them one by one, those of Qwen are not
-        for key in sorted(k for k in tensors if k.endswith("experts.0.up_proj.weight")):
-            prefix, number = key.removesuffix("0.up_proj.weight"), 6
-            parts = {
-                part: [tensors.pop(f"{prefix}{i}.{part}_proj.weight") for i in range(number)]
-                for part in ("gate", "up", "down")
-            }
-            both = [torch.cat(each) for each in zip(parts["gate"], parts["up"], strict=True)]
-            tensors |= {
-                f"{prefix}gate_up_proj": torch.stack(both),
-                f"{prefix}down_proj": torch.stack(parts["down"]),
-            }
+        tensors = with_stacked_experts(tensors)
         save_file(tensors, source / "model.safetensors", {"format": "pt"})
     report = quantize(source, tmp_path / "packed", to)
     assert {"mlp.experts.linear_fc1", "mlp.experts.linear_fc2"} <= report.quantized.keys()
@@ -304,6 +296,7 @@ def test_adapters_beside_packed_weights_learn_and_are_not_merged(qwen):
 
 
 Q = "model.layers.3.self_attn.q_proj.weight"
+SCALE = f"{Q}_scale_inv"
 LLAMA_Q = "model.layers.0.self_attn.q_proj.weight"
 ROUTER = "model.layers.0.mlp.gate"
 
@@ -319,63 +312,60 @@ def _with_nan(tensors):
     return tensors | {Q: codes}
 
 
-def _without(ending):
-    return lambda tensors: {n: t for n, t in tensors.items() if n != f"{Q}{ending}"}
+def _with(name, tensor):
+    return lambda tensors: tensors | {name: tensor}
+
+
+def _without(name):
+    return lambda tensors: {n: t for n, t in tensors.items() if n != name}
+
+
+def _in_e5m2(tensors):
+    return tensors | {Q: tensors[Q].to(torch.float8_e5m2)}
+
+
+def _in_another_order(tensors):
+    return {n: x.flip(0) if "g_idx" in n else x for n, x in tensors.items()}
+
+
+OTHER_GROUPS = {"quantization_config": FORMATS["gptq"][1] | {"group_size": 16}}
+OUTER = f"{LLAMA_Q}_global_scale"
 
 
 @pytest.mark.parametrize(
-    ("change", "config", "words"),
+    ("kind", "change", "config", "words"),
     [
-        (dict, {"quantization_config": None}, "neither config.json nor"),
-        (_without("_scale_inv"), {}, f"{Q} is torch.float8_e4m3fn in .*without {Q}_scale"),
-        (lambda t: t | {f"{Q}_scale_inv": torch.ones(3, 5)}, {}, "scales of shape .3, 5."),
-        (lambda t: t | {f"{Q}_scale_inv": torch.ones(1, 1).long()}, {}, "no format that is read"),
-        (
-            lambda t: t | {Q: t[Q].to(torch.float8_e5m2)},
-            {},
-            f"{Q} has codes of .*e5m2 .* no format",
+        ("fp8-block", dict, {"quantization_config": None}, "neither config.json nor"),
+        ("fp8-block", _without(SCALE), {}, f"{Q} is torch.float8_e4m3fn in .*without {Q}_scale"),
+        ("fp8-block", _with(SCALE, torch.ones(3, 5)), {}, "scales of shape .3, 5."),
+        ("fp8-block", _with(SCALE, torch.ones(1, 1).long()), {}, "no format that is read"),
+        ("fp8-block", _in_e5m2, {}, f"{Q} has codes of .*e5m2 .* no format"),
+        ("fp8-block", _with_nan, {}, f"{Q} has numbers that are NaN"),
+        ("fp8-block", _packed_router, {}, "needs it unpacked"),
+        ("gptq", _in_another_order, {}, "desc_act"),
+        ("gptq", dict, OTHER_GROUPS, "not put 96 columns into groups of 16,"),
+        # What a number is divided by: 1 / 0 times a code of 0 is NaN.
+        *(
+            (
+                "ct-nvfp4",
+                _with(OUTER, torch.tensor([scale])),
+                {},
+                f"{OUTER}, times a code of 0, has .* NaN",
+            )
+            for scale in (0.0, -0.0, 1e-45)
         ),
-        (_with_nan, {}, f"{Q} has numbers that are NaN"),
-        (_packed_router, {}, "needs it unpacked"),
+        *(
+            (kind, _with(LLAMA_Q, torch.zeros(shape)), {}, f"{LLAMA_Q} is in .* twice")
+            for kind in ("ct-nvfp4", "gptq")
+            for shape in ((64, 64), (3, 5))
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_unpacked_is_refused(qwen, tmp_path, change, config, words):
-    folder = rewrite(qwen[0], change, tmp_path / "folder", **config)
+def test_what_cannot_be_unpacked_is_refused(folders_in, tmp_path, kind, change, config, words):
+    folder = rewrite(folders_in(kind)[0], change, tmp_path / "folder", **config)
     with pytest.raises(CheckpointError, match=words):
         mh.load_pretrained(folder)
-
-
-@pytest.mark.parametrize(
-    ("change", "config", "words"),
-    [
-        (lambda t: {n: x.flip(0) if "g_idx" in n else x for n, x in t.items()}, {}, "desc_act"),
-        (dict, {"group_size": 16}, "not put 96 columns into groups of 16,"),
-    ],
-    ids=["order", "groups"],
-)
-def test_gptq_that_is_not_read_is_refused(gptq, tmp_path, change, config, words):
-    given = json.loads((gptq / "config.json").read_text())["quantization_config"]
-    folder = rewrite(gptq, change, tmp_path / "folder", quantization_config=given | config)
-    with pytest.raises(CheckpointError, match=words):
-        mh.load_pretrained(folder)
-
-
-@pytest.mark.parametrize("scale", [0.0, -0.0, 1e-45])
-def test_a_scale_that_makes_nan_is_refused(nvfp4, tmp_path, scale):
-    """The scale is what the number is divided by: 1 / 0 times a code of 0 is NaN."""
-    name = f"{LLAMA_Q}_global_scale"
-    folder = rewrite(nvfp4, lambda t: t | {name: torch.tensor([scale])}, tmp_path / "folder")
-    with pytest.raises(CheckpointError, match=f"{name}, times a code of 0, has .* NaN"):
-        mh.load_pretrained(folder)
-
-
-@pytest.mark.parametrize("shape", [(64, 64), (3, 5)])
-def test_a_weight_that_is_there_plain_and_packed_is_refused(nvfp4, gptq, tmp_path, shape):
-    for name, packed in (("nvfp4", nvfp4), ("gptq", gptq)):
-        folder = rewrite(packed, lambda t: t | {LLAMA_Q: torch.zeros(shape)}, tmp_path / name)
-        with pytest.raises(CheckpointError, match=f"{LLAMA_Q} is in .* twice"):
-            mh.load_pretrained(folder)
 
 
 def test_modelopt_may_name_the_quantization_in_a_file_of_its_own(tmp_path):
