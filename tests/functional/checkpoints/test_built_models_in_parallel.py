@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from core_training import set_up_groups
 from rank_processes import on_ranks
+from reference import greedy, tiny_engine
 
 import megatron_hybrid as mh
 
@@ -51,9 +52,8 @@ def serve_stage(rank, folder):
 
 
 def answer(served):
-    engine = mh.DynamicInferenceEngine(served, None, mh.InferenceConfig(cache_bytes=1 << 22))
-    greedy = mh.SamplingParams(num_tokens_to_generate=5, temperature=0.0)
-    return [result.token_ids for result in engine.generate(TOKENS.tolist(), greedy)]
+    results = tiny_engine(served).generate(TOKENS.tolist(), greedy(5))
+    return [result.token_ids for result in results]
 
 
 def serve_experts(rank, dispatcher, folder):

@@ -10,19 +10,18 @@ import pytest
 import torch.distributed as dist
 from matrix import asked, matrix_rows
 from rank_processes import on_ranks
-from reference import greedy, is_greedy, random_tokens, tiny_model
+from reference import fresh_model, greedy, is_greedy, random_tokens, tiny_model
 from small_models import fill_adapters
-from split_models import assert_same_answers
+from split_models import assert_same_answers, load
 
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
-from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
+from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.inference import engine_parts
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.memory import budget
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
-from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.training.lora import LoraFields, add_adapters, save_adapters
 
 MODEL = dict(
@@ -175,12 +174,7 @@ def page_bytes_of(model):
 
 
 def run_all(name, folder, cases):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    config = read_config(folder, **LAYOUTS[name])
-    pp = config.pipeline_model_parallel_size
-    stage = rank // (size // pp)
-    model = build_hybrid_model(config, pre_process=stage == 0, post_process=stage == pp - 1)
-    load_checkpoint(model, folder)
+    rank, model = dist.get_rank(), load(folder, **LAYOUTS[name])
     given = {"sizes": sizes(model, rank), "page_bytes": page_bytes_of(model)}
     own = jobs(f"{folder}/{name}.cache", page_bytes_of(model), cases)
     for job, (settings, work) in own.items():
@@ -210,7 +204,7 @@ def run_all(name, folder, cases):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("over_ranks")
     save_checkpoint(tiny_model(**MODEL), folder)
-    model = build_hybrid_model(read_config(folder))
+    model = fresh_model(**MODEL)
     add_adapters(model, LoraFields(rank=3))
     fill_adapters(model)
     save_adapters(model, folder / "adapter")

@@ -2,16 +2,13 @@
 one rank."""
 
 import pytest
-import torch
 from matrix import asked, matrix_rows
 from megatron.core import parallel_state
 from rank_processes import on_ranks
-from reference import greedy, random_tokens, tiny_model
-from split_models import load
+from reference import greedy, random_tokens, tiny_engine, tiny_model
+from split_models import assert_same_answers, load
 
 from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
-from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.requests.options import RequestOptions
 
 pytestmark = pytest.mark.matrix
@@ -47,13 +44,13 @@ TURNS = [*PROMPTS, PROMPTS[0], [*PROMPTS[0][:50], *random_tokens(9, seed=7)]]
 
 
 def answers(model, fields):
-    settings = dict(cache_bytes=1 << 20, max_requests=4, max_sequence_length=160)
     params = greedy(4, return_log_probs=True)
-    with DynamicInferenceEngine(model, None, InferenceConfig(**settings, **fields)) as engine:
+    with tiny_engine(model, max_requests=4, max_sequence_length=160, **fields) as engine:
         results = [engine.generate([prompt], params)[0] for prompt in TURNS]
-        results += engine.generate(TURNS, greedy(4), RequestOptions(salt="side by side"))
+        beside = engine.generate(TURNS, greedy(4), RequestOptions(salt="side by side"))
         engine.check_integrity()
-    return [(r.token_ids, r.log_probs, r.prefix.skipped_tokens) for r in results]
+    rows = [(r.token_ids, r.log_probs, r.prefix.skipped_tokens) for r in results]
+    return rows, [(r.token_ids, r.prefix.skipped_tokens) for r in beside]
 
 
 def run_all(folder, names):
@@ -92,9 +89,7 @@ def given(request, tmp_path_factory):
 )
 def test_uneven_ranks_answer_as_one(given, name):
     alone, ranks = given
+    expected, beside = alone[name]
     for rank in ranks:
-        for own, expected in zip(rank[name], alone[name], strict=True):
-            assert own[0] == expected[0]
-            if expected[1] is not None:
-                assert torch.allclose(torch.tensor(own[1]), torch.tensor(expected[1]), atol=1e-5)
-            assert own[2] == expected[2]
+        assert_same_answers(rank[name][0], expected)
+        assert rank[name][1] == beside

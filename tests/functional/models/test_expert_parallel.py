@@ -39,12 +39,8 @@ from megatron_hybrid.ops.ragged import RaggedLayout
 pytestmark = pytest.mark.matrix  # test_moe_training.py has a row of `make test`
 
 RANKS, LENGTH, VOCAB_SIZE = 4, 24, 61
-TP, EP, ETP, ROWS = (
-    "tensor_model_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "sequence_parallel",
-)
+TP, ROWS = "tensor_model_parallel_size", "sequence_parallel"
+EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 FIELDS = dict(
     num_moe_experts=4,
     moe_router_topk=2,
@@ -91,12 +87,7 @@ LAYOUTS = {
     "tp2_ep4_rows": ("biased", {TP: 2, EP: 4, ETP: 1, ROWS: True}),
 }
 """{name: (model, sizes)}"""
-KEPT = (
-    "tp2_whole_ep2",
-    "tp2_ep2_balanced",
-    "tp2_whole_ep2_dropping",
-    "tp2_ep2_rows",
-)
+KEPT = ("tp2_whole_ep2", "tp2_ep2_balanced", "tp2_whole_ep2_dropping", "tp2_ep2_rows")
 each_layout = pytest.mark.parametrize("layout", matrix_rows(LAYOUTS, *KEPT))
 
 

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.validation import (
     validate_sharding_integrity,
 )
 from rank_processes import on_ranks
-from reference import greedy
+from reference import greedy, tiny_engine
 from sharded_tensors import pieces
 from small_models import small_config
 from split_models import (
@@ -28,8 +28,6 @@ from split_models import (
 )
 
 from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
-from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.engine import DynamicInferenceEngine
 
 pytestmark = pytest.mark.matrix
 
@@ -152,8 +150,7 @@ KV_HEADS["sambay"] = {2: 1, 4: 1}
 
 def answers(model):
     """Tokens, log-probs and skipped tokens of prompts with a common prefix, served in turn."""
-    config = InferenceConfig(cache_bytes=1 << 20, max_tokens=24, verify_ranks=True)
-    engine = DynamicInferenceEngine(model.eval(), None, config)
+    engine = tiny_engine(model.eval(), max_tokens=24, verify_ranks=True)
     params = greedy(5, return_log_probs=True, skip_prompt_log_probs=True)
     start = batch()[0].flatten().tolist()
     results = [engine.generate([[*start[:40], i, 7]], params)[0] for i in (1, 1, 2)]

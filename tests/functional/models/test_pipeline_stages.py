@@ -25,12 +25,8 @@ from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
 RANKS, LENGTH, VOCAB_SIZE, MICRO_BATCHES = 4, 20, 61, 4
 BATCHES = micro_batches(5, MICRO_BATCHES, LENGTH)
-TP, PP, EP, ROWS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "sequence_parallel",
-)
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+EP, ROWS = "expert_model_parallel_size", "sequence_parallel"
 FIELDS = dict(
     mamba_num_heads=8,
     mamba_head_dim=12,
@@ -61,14 +57,6 @@ LAYOUTS = {
 each_layout = pytest.mark.parametrize("layout", matrix_rows(LAYOUTS, "pp2_tp2_rows", "pp4"))
 
 
-def build(config):
-    return build_hybrid_model(
-        config,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-    )
-
-
 def logits_step(batches, model):
     inputs, _ = next(batches)
     return model(inputs, runtime_gather_output=True), lambda logits, non_loss_data: logits
@@ -86,7 +74,7 @@ def run_layout(folder, name, sizes):
     stage = parallel_state.get_pipeline_model_parallel_rank()
     config = read_config(folder, pipeline_dtype=torch.float32, **sizes)
     torch.manual_seed(stage)  # stages draw different numbers
-    model = build(config)
+    model = build_hybrid_model(config)
     initial = {key: tensor.detach().clone() for key, tensor in own_tensors(model).items()}
     load_checkpoint(model, folder)
     save_checkpoint(model, folder / name)

@@ -8,9 +8,9 @@ from megatron.core import parallel_state
 from rank_processes import run_micro_batches, train_on_ranks
 from reference import greedy, tiny_engine
 from small_models import random_tokens, small_config
-from split_models import assert_close
+from split_models import assert_all_close, assert_close, load
 
-from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.checkpoints.model_tensors import full_state_dict
 from megatron_hybrid.models import hybrid_model
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
@@ -31,9 +31,7 @@ def train(folder, layout):
     """Losses of the model and of the parts in each micro batch, and the weights at the end."""
     sizes = LAYOUTS[layout]
     set_up_groups(sizes)
-    config = small_config("M*-G/*M/*M", mtp_loss_scaling_factor=0.5, **sizes)
-    own = build_hybrid_model(config)
-    load_checkpoint(own, folder / "weights")
+    own = load(folder / "weights", mtp_loss_scaling_factor=0.5, **sizes)
     hybrid_model.LOSS_BYTES = 4 * 61 * (5 if sizes else LENGTH)  # ranks: by some rows at a time
     model = data_parallel(own)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
@@ -65,9 +63,8 @@ def draft(folder, layout):
     """Answers with drafts, and the drafts."""
     sizes = LAYOUTS[layout]
     set_up_groups(sizes)
-    model = build_hybrid_model(small_config("M*-G/*-", **sizes)).eval()
-    load_checkpoint(model, folder / "weights")
-    engine = tiny_engine(model, speculation="mtp", verify_ranks=True)
+    model = load(folder / "weights", **sizes)
+    engine = tiny_engine(model.eval(), speculation="mtp", verify_ranks=True)
     told, propose = [], engine.scheduler.draft_planner.drafts.propose
 
     def noted(request, most):
@@ -110,9 +107,7 @@ def test_two_ranks_train_as_one(tmp_path):
     for layout in ("tensor", "sequence"):
         losses, state = results[layout]
         assert_close(losses, expected_losses, layout)
-        assert state.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert_close(state[name], tensor, f"{layout} {name}")
+        assert_all_close(state, expected)
 
 
 KINDS = {

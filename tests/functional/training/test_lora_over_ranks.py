@@ -10,7 +10,7 @@ from megatron.core.distributed import finalize_model_grads
 from rank_processes import train_on_ranks
 from safetensors.torch import load_file
 from small_models import fill_adapters, small_config
-from split_models import assert_all_close
+from split_models import assert_all_close, load
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
@@ -36,12 +36,6 @@ LAYOUTS = {
     "alone": {},
 }
 TOKENS = torch.randint(0, 61, (1, 33), generator=torch.Generator().manual_seed(3))
-
-
-def build(folder, **sizes):
-    model = build_hybrid_model(small_config(PATTERN, **MORE, **sizes))
-    load_checkpoint(model, folder / "base")
-    return model
 
 
 def core_model(model):
@@ -94,7 +88,7 @@ def train(folder, layouts):
     for layout in layouts:
         sizes = LAYOUTS[layout]
         set_up_groups(sizes)
-        model = build(folder, **sizes)
+        model = load(folder / "base", **sizes)
         load_adapters(model, folder / "adapters")
         losses, gradients = run(model)
         save_adapters(model, folder / layout)

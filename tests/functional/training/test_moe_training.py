@@ -18,9 +18,9 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from rank_processes import run_micro_batches, train_on_ranks
 from router_losses import forget_losses, take_losses
 from small_models import small_fields
-from split_models import micro_batches
+from split_models import load, micro_batches
 
-from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
@@ -60,17 +60,11 @@ def batches_of(step):
     return micro_batches(step, MICRO_BATCHES, LENGTH)
 
 
-def load(folder, **sizes):
-    model = build_hybrid_model(HybridConfig(**CONFIG, **RUN, **sizes))
-    load_checkpoint(model, folder)
-    return model.double()
-
-
 def train_with_core(folder, sizes):
     """(loss, norm of the gradient, losses of the routers by name and layer) of each step."""
     set_up_groups(sizes)
     forget_losses()
-    own = load(folder, **sizes)
+    own = load(folder, **RUN, **sizes).double()
     model = data_parallel(own)
     fields = dict(lr=ADAM["lr"], weight_decay=ADAM["weight_decay"], adam_eps=ADAM["eps"])
     # Without clipping, which core asserts to be of fp32 gradients.
@@ -97,7 +91,7 @@ def run_all(folder, names):
 def train_with_torch(folder):
     """As `train_with_core`, with nothing of core's training code."""
     forget_losses()
-    model = load(folder)
+    model = load(folder, **RUN).double()
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / MICRO_BATCHES)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
     routers = [model.decoder.layers[i].mlp.router for i in (1, 3)]

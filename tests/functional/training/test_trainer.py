@@ -12,8 +12,9 @@ from megatron.core import parallel_state
 from rank_processes import train_on_ranks
 from small_models import small_fields
 from small_recipes import small_documents, small_recipe
+from split_models import load
 
-from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
+from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER, load_pretrained
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
@@ -180,8 +181,7 @@ def train_with_torch(folder: Path) -> list[tuple[int, float, float]]:
     chosen = recipe(folder)
     tokenizer = Tokenizer.from_folder(DEMO_FOLDER)
     data, _, _ = build_datasets(chosen.data, tokenizer, (STEPS * ROWS, 0, 0))
-    model = build_hybrid_model(read_config(folder / "weights"))
-    load_checkpoint(model, folder / "weights")
+    model = load(folder / "weights")
     decayed = [p for n, p in model.named_parameters() if _decays(n, p)]
     others = [p for n, p in model.named_parameters() if not _decays(n, p)]
     optimizer = torch.optim.AdamW(
