@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import write_folders
-from rank_processes import join_ranks, run_ranks
+from rank_processes import on_ranks
+from reference import greedy, tiny_engine
 from safetensors.torch import load_file
 
 import megatron_hybrid as mh
@@ -84,11 +84,8 @@ def loaded(folder: Path, **sizes) -> mh.HybridModel:
 
 def answers(model: mh.HybridModel) -> list:
     """Tokens and log-probs, cold, and once more from the cache."""
-    config = mh.InferenceConfig(block_size_tokens=16, cache_bytes=16 << 20, max_sequence_length=128)
-    params = mh.SamplingParams(
-        num_tokens_to_generate=6, top_k=1, return_log_probs=True, skip_prompt_log_probs=True
-    )
-    with mh.DynamicInferenceEngine(model, None, config) as engine:
+    params = greedy(6, return_log_probs=True, skip_prompt_log_probs=True)
+    with tiny_engine(model, cache_bytes=16 << 20, max_sequence_length=128) as engine:
         found = []
         for skipped in (False, True):
             (result,) = engine.generate([PROMPT], params)
@@ -97,15 +94,11 @@ def answers(model: mh.HybridModel) -> list:
         return found
 
 
-def run_rank(rank: int, folder: Path, size: str) -> None:
-    join_ranks(rank, 2, f"{folder}/rendezvous-{size}")
+def answers_on_rank(folder: Path, size: str) -> list:
     sizes = {f"{size}_model_parallel_size": 2}
     if size == "tensor" and "gpt_oss" in folder.name:
         sizes["expert_tensor_parallel_size"] = 1  # experts with biases stay whole
-    found = answers(loaded(folder, **sizes))
-    if rank == 0:
-        torch.save(found, folder / f"{size}.pt")
-    dist.destroy_process_group()
+    return answers(loaded(folder, **sizes))
 
 
 @pytest.mark.parametrize(("package", "row"), ROWS, ids=map("-".join, ROWS))
@@ -132,7 +125,7 @@ def test_a_folder_of_a_package_is_equal_or_refused(folder_of, package, row):
     assert cold[0] == warm[0]
     assert cold[0][0] == expected[-1].argmax()
     for size in ("tensor", "pipeline"):
-        run_ranks(run_rank, (folder, size), 2)
-        for ranks, alone in zip(torch.load(folder / f"{size}.pt"), (cold, warm), strict=True):
+        first, _ = on_ranks(answers_on_rank, 2, folder / size, folder, size)
+        for ranks, alone in zip(first, (cold, warm), strict=True):
             assert ranks[0] == alone[0]
             assert ranks[1] == pytest.approx(alone[1], abs=1e-4)
