@@ -1,5 +1,6 @@
 """The server as the `openai` package sees it."""
 
+import asyncio
 import math
 from typing import Literal
 
@@ -13,15 +14,8 @@ PROMPT = "Once upon a time there was a king who had three daughters, and the you
 
 
 @pytest.fixture(scope="module")
-def client(server):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
-
-
-@pytest.fixture(scope="module")
 def greedy_text(server):
     """What the engine itself says."""
-    import asyncio
-
     params = SamplingParams(temperature=0, num_tokens_to_generate=16)
     tokens = server.service.tokenizer.tokenize(PROMPT)
     return asyncio.run(server.service.engine.generate(tokens, params)).text

@@ -280,29 +280,6 @@ def test_each_sample_of_each_prompt_counts(server):
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
 
 
-@pytest.mark.parametrize(
-    ("param", "value"),
-    [
-        ("stop", ["a"] * 65),
-        ("stop", "a" * 1025),
-        ("stop_token_ids", [1] * 1025),
-        ("logit_bias", {str(token): 1 for token in range(1025)}),
-        ("tools", [{"type": "function", "function": {"name": "f"}}] * 129),
-        (
-            "response_format",
-            {"type": "json_schema", "json_schema": {"schema": {"title": "a" * (256 << 10)}}},
-        ),
-    ],
-)
-def test_fields_that_cost_more_than_their_bytes_have_limits(server, monkeypatch, param, value):
-    set_config(monkeypatch, server, max_body_bytes=1 << 20)
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, param: value}
-    answer = server.call("/v1/chat/completions", body)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert error["param"] == param and re.search("at most|and may have", error["message"])
-
-
 def received(server, *sent: bytes) -> bytes:
     """What comes until the server ends the connection, or nothing."""
     with socket.create_connection(server.address, timeout=LIMIT_S) as connection:
