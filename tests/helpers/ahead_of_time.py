@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gpu_stub
+import torch
+import triton
 import wgmma
 
 if TYPE_CHECKING:
@@ -182,9 +184,6 @@ def compile_all(record: gpu_stub.Record, models: Iterable[str]) -> Iterator[Comp
         record: of `gpu_stub.install`.
         models: some of `all_models()`, or names of `FORMS`.
     """
-    import torch
-    import triton
-
     gpu_stub.let_backends_serve_the_cpu()
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high")  # or libraries would refuse float32
@@ -228,7 +227,6 @@ def all_models() -> list[str]:
 def cut_config(name: str, dtype: str) -> HybridConfig:
     """The configuration of a checkpoint, with the first layers up to one of each kind that
     launches kernels, and narrow between them."""
-    import torch
     from small_models import small_config
 
     from megatron_hybrid import HybridConfig
@@ -263,7 +261,6 @@ def cut_config(name: str, dtype: str) -> HybridConfig:
 def _answer(config: HybridConfig) -> None:
     """Run a random model's engine, prefills and decodes, with states captured; then train it."""
     import numpy as np
-    import torch
     from unwritten_outputs import any_token
 
     from megatron_hybrid import (
@@ -290,8 +287,6 @@ def _answer(config: HybridConfig) -> None:
 
 def _norm_rows(config: HybridConfig) -> None:
     """Norms of residual sums as wide as those of published models; `NARROW` has none."""
-    import torch
-
     from megatron_hybrid.ops import rms_norm_of_sum
 
     for width in (2048, 4096, 16384):
@@ -301,8 +296,6 @@ def _norm_rows(config: HybridConfig) -> None:
 
 def _adapter_rows(config: HybridConfig) -> None:
     """Both products of an adapter of rank 16 in a projection of 4,096."""
-    import torch
-
     from megatron_hybrid.ops import slot_linear
 
     slots = torch.tensor([0, -1])
@@ -313,8 +306,6 @@ def _adapter_rows(config: HybridConfig) -> None:
 
 def _packed_rows(config: HybridConfig) -> None:
     """Products with packed weights of each format, of one layer and of experts."""
-    import torch
-
     from megatron_hybrid.ops import packed_linear
 
     e4m3, ends = torch.float8_e4m3fn, torch.tensor([1, 2], dtype=torch.int32)
@@ -338,8 +329,6 @@ def _packed_rows(config: HybridConfig) -> None:
 
 def _prefill(block_size: int, form: dict[str, float], D: int, P: int, dtype: str) -> None:
     """Attention of one prompt; with sinks where it is local."""
-    import torch
-
     from megatron_hybrid.ops import AttentionPattern, RaggedLayout, paged_attention
 
     layout = RaggedLayout((200,), (100,))

@@ -297,10 +297,10 @@ def misses(name: str, way: Way) -> Iterator[Row]:
         comma = comma.replace(f"x{close}", f"x{close[:-1]}, {close[-1]}")
     yield Row(name, "a comma at the arguments' end", way.around([comma]), [PUT])
     begin, end = ("", "") if way.bare else (way.begin.rstrip("[\n"), way.end.lstrip("]"))
+    text = f"{way.begin}\n {put}\n {way.end}"
     if way.bare:
-        text = f"\n {way.begin}\n {put}\n {way.end}"
+        text = f"\n {text}"
     else:
-        text = f"{way.begin}\n {put}\n {way.end}"
         yield Row(name, "the begin mark twice", way.begin + way([PUT]), [PUT], way.begin)
         yield Row(
             name, "a call after words in a thought", f"Hm. {way([PUT])}", [PUT], "", "Hm.", True
@@ -356,13 +356,7 @@ def near_misses() -> Iterator[Row]:
         ("an escape of a letter", r"s='\u0141'", {"s": "Ł"}),
     ):
         for name in ("lfm2", "olmo3", "pythonic"):
-            around = ("", "") if name == "olmo3" else ("[", "]")
-            begin, end = {
-                "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
-                "olmo3": ("<function_calls>", "</function_calls>"),
-                "pythonic": ("", ""),
-            }[name]
-            text = f"{begin}{around[0]}put({written}){around[1]}{end}"
+            text = WAYS[name].around([f"put({written})"])
             if name == "pythonic" and behaviour == "an apostrophe":
                 continue  # where its list ends cannot be told from the answer's end
             yield Row(name, behaviour, text, [("put", given)])
@@ -374,7 +368,7 @@ def near_misses() -> Iterator[Row]:
         ("more than a literal", "i=1+1"),
         ("a template", "s=f'{x}'"),
     ):
-        text = f"<|tool_call_start|>[put({arguments})]<|tool_call_end|>"
+        text = WAYS["lfm2"].around([f"put({arguments})"])
         yield Row("lfm2", behaviour, text, [], text)
     coder = "<function=put>\n<parameter=s>\nx\n</parameter>\n</function>\n"
     yield Row("qwen3_coder", "no begin mark", f"Well.\n{coder}</tool_call>", [PUT], "Well.")
@@ -493,8 +487,9 @@ def page() -> str:
         "",
         "## Near misses",
         "",
+        "Each is a test of each dialect named.",
+        "",
     ]
-    lines += ["Each is a test of each dialect named.", ""]
     lines += ["| near miss | dialects | for instance |", "| --- | --- | --- |"]
     for behaviour in dict.fromkeys(row.behaviour for row in MISSES):
         rows = [row for row in MISSES if row.behaviour == behaviour]
@@ -511,10 +506,10 @@ def page() -> str:
         "",
         "## By dialect",
         "",
-        "Each row is a test of a text, whole and",
+        "Each row is a test of a text, whole and in letters, and what it is.",
+        "`put` and `now` are given functions. `serve --tool-call-parser` names the dialects.",
+        "",
     ]
-    lines[-1] += " in letters, and what it is.\n`put` and `now` are given functions."
-    lines[-1] += " `serve --tool-call-parser` names the dialects.\n"
     lines += ["| dialect | written | text | calls | else |", "| --- | --- | --- | --- | --- |"]
     for row in ROWS:
         calls = " ".join(f"{name} {dumps(given)}" for name, given in row.calls)

@@ -42,10 +42,6 @@ FIELDS = dict(
 """Time steps and writing strengths have rows that begin at no multiple of 16 bytes."""
 
 
-def model_of(pattern: str) -> HybridModel:
-    return tiny_model(pattern, params_dtype=torch.bfloat16, **FIELDS)
-
-
 def engine_of(model: HybridModel, is_warmed: bool) -> DynamicInferenceEngine:
     sizes = dict(max_requests=5, max_tokens=64, max_sequence_length=320, block_size_tokens=16)
     sizes |= dict(cache_bytes=176 << 10, host_cache_bytes=1 << 20)  # of three requests at their end
@@ -98,7 +94,8 @@ def main() -> None:
     torch.set_num_threads(1)
     noted = gpu_stub.NotedCompiles()
     for pattern in sys.argv[1:]:
-        model, line = model_of(pattern), {"model": pattern}
+        line = {"model": pattern}
+        model = tiny_model(pattern, params_dtype=torch.bfloat16, **FIELDS)
         for what, is_warmed in (("later", True), ("cold", False)):
             noted.forget()
             line[what] = {}

@@ -60,10 +60,8 @@ class Kernel:
     """num_warps and num_stages."""
     constants: dict[str, Any]
     """Compile-time arguments: `constexpr` ones, those that are None, and integers that are 1."""
-    types: dict[str, str]
-    """Of the other arguments: "*bf16" is a pointer."""
     divisible: frozenset[str]
-    """Those of them that are known to be multiples of 16."""
+    """Other arguments that are known to be multiples of 16."""
     shared_bytes: int
     """Of a block."""
     files: dict[str, Path]
@@ -158,7 +156,8 @@ class NotedCompiles:
 
 
 def one_config() -> None:
-    """Cut the configs of autotuned kernels that are defined from now on."""
+    """Cut the configs of autotuned kernels that are defined from now on to the last one: its blocks
+    are often the largest, and its programs the fewest."""
     original = Autotuner.__init__
 
     def init(self, fn, arg_names, configs, *args, **kwargs):
@@ -179,8 +178,6 @@ def let_backends_serve_the_cpu() -> None:
 class _Driver:
     """What Triton asks of a driver."""
 
-    binary_ext = "cubin"
-
     def __init__(self, record: Record) -> None:
         self.utils = _Utils(record.device)
         self.launcher_cls = lambda source, metadata: _Launcher(record.kernels[metadata.hash])
@@ -192,17 +189,8 @@ class _Driver:
     def get_current_device(self) -> int:
         return 0
 
-    def set_current_device(self, device: int) -> None:
-        pass
-
     def get_current_stream(self, device: int | None = None) -> int:
         return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def get_device_interface(self) -> Any:
-        return torch.cuda
 
     def get_benchmarker(self) -> Callable:
         """One call of each config, which compiles it; the first that fits is the fastest."""
@@ -213,12 +201,6 @@ class _Driver:
 
         return benchmark
 
-    def get_empty_cache_for_benchmark(self) -> torch.Tensor:
-        return torch.empty(0)
-
-    def clear_cache(self, cache: torch.Tensor) -> None:
-        pass
-
 
 class _Utils:
     """What Triton asks of the driver's library."""
@@ -226,12 +208,7 @@ class _Utils:
     def __init__(self, device: Device) -> None:
         self._properties = {
             "max_shared_mem": device.shared_bytes,
-            "max_num_regs": 65536,
             "multiprocessor_count": device.num_multiprocessors,
-            "warpSize": 32,
-            "sm_clock_rate": 1_980_000,
-            "mem_clock_rate": 2_619_000,
-            "mem_bus_width": 5120,
         }
 
     def get_device_properties(self, device: int) -> dict[str, int]:
@@ -240,9 +217,6 @@ class _Utils:
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, ...]:
         """Module, function, registers, spills, threads of a block at most."""
         return 1, 1, 0, 0, 1024
-
-    def unload_module(self, module: int) -> None:
-        pass
 
 
 class _Launcher:
@@ -280,7 +254,6 @@ class _Listener:
             gpu=f"sm_{self._record.device.capability}",
             options={name: metadata[name] for name in ("num_warps", "num_stages")},
             constants={names[place]: value for (place, *_), value in src.constants.items()},
-            types={name: kind for name, kind in src.signature.items() if kind != "constexpr"},
             divisible=frozenset(divisible),
             shared_bytes=metadata["shared"],
             files={path.suffix[1:]: path for path in paths},

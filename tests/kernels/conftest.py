@@ -9,19 +9,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 import torch
-import triton.runtime.autotuner
 import triton.runtime.interpreter
-
-
-def _one_config() -> None:
-    """No device, no times to choose by: the last one, as it often has the largest blocks, and
-    so the fewest programs."""
-    original = triton.runtime.autotuner.Autotuner.__init__
-
-    def init(self, fn, arg_names, configs, *args, **kwargs):
-        original(self, fn, arg_names, list(configs)[-1:], *args, **kwargs)
-
-    triton.runtime.autotuner.Autotuner.__init__ = init
+from gpu_stub import one_config
 
 
 def _no_cuda_device() -> None:
@@ -41,7 +30,7 @@ def _unseen_interpreter() -> None:
     triton.runtime.interpreter.GridExecutor.__call__ = unseen
 
 
-_one_config()
+one_config()  # no device, no times to choose by
 _unseen_interpreter()
 _no_cuda_device()
 torch.set_num_threads(1)
