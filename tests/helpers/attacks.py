@@ -4,16 +4,15 @@ python tests/helpers/attacks.py
 """
 
 import asyncio
-import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import httpx
+import psutil
+from commands import free_port
 
 KEYS = {"attacker": "mallory", "other": "alice"}
 NUM_PROMPTS = 3000
@@ -34,16 +33,6 @@ def large_schema(number: int) -> dict:
     }
     schema = {"type": "object", "properties": properties}
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-def resident_bytes(process: int) -> int:
-    fields = Path(f"/proc/{process}/statm").read_text().split()
-    return int(fields[1]) * os.sysconf("SC_PAGESIZE")
 
 
 class Attacks:
@@ -125,16 +114,16 @@ def main() -> None:
                 if httpx.get(url + "/health").status_code == 200:
                     break
             time.sleep(0.1)
-        attacks = Attacks(url, port)
+        attacks, memory = Attacks(url, port), psutil.Process(server.pid).memory_info
         asyncio.run(attacks.other("/v1/completions", FULL))
         quiet = asyncio.run(attacks.other("/v1/chat/completions", CHAT))
-        before = resident_bytes(server.pid)
+        before = memory().rss
         print(f"a chat on the quiet server: {quiet:.2f} s, {before >> 20} MiB")
         for attack in (attacks.schemas, attacks.prompts, attacks.slow):
-            seconds, memory = asyncio.run(attack()), resident_bytes(server.pid) >> 20
+            seconds, memory = asyncio.run(attack()), memory().rss >> 20
             print(f"beside {attack.__name__}: {seconds:.2f} s, then {memory} MiB", flush=True)
         time.sleep(5)  # what is free goes back then
-        after = resident_bytes(server.pid)
+        after = memory().rss
         print(f"after the attacks: {after >> 20} MiB")
         with suppress(AssertionError):
             asyncio.run(attacks.schemas(2))

@@ -64,9 +64,18 @@ class Command:
             with suppress(ProcessLookupError):
                 os.kill(self._processes[rank].pid, number)
 
+    def runs(self) -> bool:
+        """Whether all ranks run."""
+        return all(process.is_alive() for process in self._processes)
+
     def wait_until(self, is_met: Callable[[], bool]) -> None:
-        """Wait for a condition while all ranks run."""
-        _wait_until(is_met, lambda: all(process.is_alive() for process in self._processes), self)
+        """Wait for a condition while it runs."""
+        end = time.monotonic() + LIMIT_S
+        while not is_met():
+            if not self.runs() or time.monotonic() > end:
+                self.send(signal.SIGKILL)
+                raise AssertionError(f"it is over before the condition is met:\n{self.printed()}")
+            time.sleep(0.005)
 
     def is_alive(self) -> bool:
         """Whether a rank runs."""
@@ -132,9 +141,9 @@ class Launched(Command):
         """Send a signal to the process itself."""
         self._process.send_signal(number)
 
-    def wait_until(self, is_met: Callable[[], bool]) -> None:
-        """Wait for a condition while it runs."""
-        _wait_until(is_met, lambda: self._process.poll() is None, self)
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+        return self.poll() is None
 
     def wait(self) -> list[int]:
         """Wait for the end. Returns the status."""
@@ -143,15 +152,6 @@ class Launched(Command):
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             raise TimeoutError(f"it hangs:\n{self.printed()}") from None
-
-
-def _wait_until(is_met: Callable[[], bool], runs: Callable[[], bool], command: Command) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not is_met():
-        if not runs() or time.monotonic() > end:
-            command.send(signal.SIGKILL)
-            raise AssertionError(f"it is over before the condition is met:\n{command.printed()}")
-        time.sleep(0.005)
 
 
 def _run(
