@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import importlib.util
 import sys
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -87,20 +88,22 @@ else:
     from megatron.core.ssm.gated_delta_net import common as gdn_module
 
 
-def sharded_by_rows(module, prefix, sharded_offsets, metadata):
-    """A module's parameters, split over the tensor-parallel ranks, as in core."""
-    state = module.state_dict(keep_vars=True)
-    return make_sharded_tensors_for_checkpoint(
-        state,
-        prefix,
-        dict.fromkeys(state, 0),
-        sharded_offsets,
-        tp_group=parallel_state.get_tensor_model_parallel_group(),
-        dp_cp_group=metadata["dp_cp_group"],
-    )
+class SplitByRows(nn.Module):
+    """A module whose parameters are split over the tensor-parallel ranks, as in core."""
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        state = self.state_dict(keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(
+            state,
+            prefix,
+            dict.fromkeys(state, 0),
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
 
 
-class GroupedRMSNorm(nn.Module):
+class GroupedRMSNorm(SplitByRows):
     """mamba_ssm's RMSNormGated without a gate: the kernel below has gated already."""
 
     def __init__(self, hidden_size, eps, group_size, norm_before_gate, device, dtype):
@@ -113,9 +116,6 @@ class GroupedRMSNorm(nn.Module):
         groups = x.double().unflatten(-1, (-1, self.group_size))
         groups = groups / (groups.square().mean(-1, keepdim=True) + self.eps).sqrt()
         return (groups.flatten(-2) * self.weight).to(x.dtype)
-
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        return sharded_by_rows(self, prefix, sharded_offsets, metadata)
 
 
 def split_conv1d_scan(
@@ -169,7 +169,7 @@ def norm_of_core(new, kind, config, hidden_size, eps=1e-5, **others):
     return new(kind, config, hidden_size, eps, **others)
 
 
-class PlainCoreAttention(nn.Module):
+class PlainCoreAttention(SplitByRows):
     """Causal softmax attention in float64, in place of core's and Transformer Engine's."""
 
     def __init__(self, config, layer_number=1, softmax_scale=None, **_):
@@ -183,9 +183,6 @@ class PlainCoreAttention(nn.Module):
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             self.softmax_offset = nn.Parameter(torch.randn(heads))
-
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        return sharded_by_rows(self, prefix, sharded_offsets, metadata)
 
     def forward(self, query, key, value, attention_mask=None, **_):
         q, k, v = (t.permute(1, 2, 0, 3).double() for t in (query, key, value))  # b h s d
@@ -296,7 +293,7 @@ def scramble(model):
                 buffer.normal_(std=0.2)
 
 
-def mamba_model(config, max_sequence_length=512):
+def mamba_model(config):
     """MambaModel (0.16) or HybridModel (0.19) of a HybridConfig, local layers; use in `on_cpu`.
 
     Distributed checkpoints carry the names of the transformer_engine spec, as those of core's
@@ -306,7 +303,6 @@ def mamba_model(config, max_sequence_length=512):
         config,
         config.layer_pattern,
         vocab_size=config.vocab_size,
-        max_sequence_length=max_sequence_length,
         mixer={
             "expand": config.mamba_expand,
             "d_conv": config.mamba_conv_kernel,
@@ -324,7 +320,7 @@ def transformer_layer(**parts):
     return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(**parts))
 
 
-def hybrid_model(config, pattern, *, mixer=None, max_sequence_length=512, **arguments):
+def hybrid_model(config, pattern, *, mixer=None, **arguments):
     """MambaModel (0.16) or HybridModel (0.19) of a TransformerConfig, local layers; use in
     `on_cpu`.
 
@@ -338,8 +334,6 @@ def hybrid_model(config, pattern, *, mixer=None, max_sequence_length=512, **argu
         mlp_spec = ModuleSpec(module=MLP, submodules=MLPSubmodules(**mlp))
         kinds = {}
     else:
-        from functools import partial
-
         mlp_spec = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(**mlp))
         prediction = MultiTokenPredictionLayerSubmodules(
             enorm=WrappedTorchNorm,
@@ -429,14 +423,14 @@ def hybrid_model(config, pattern, *, mixer=None, max_sequence_length=512, **argu
     return MambaModel(
         config,
         spec,
-        max_sequence_length=max_sequence_length,
+        max_sequence_length=512,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         **{pattern_name: pattern},
         **arguments,
     )
 
 
-def gpt_model(config, *, vocab_size, max_sequence_length=512, **arguments):
+def gpt_model(config, **arguments):
     """GPTModel of a TransformerConfig, local layers, with MTP heads where it has them; use in
     `on_cpu`.
 
@@ -476,8 +470,7 @@ def gpt_model(config, *, vocab_size, max_sequence_length=512, **arguments):
     return GPTModel(
         config,
         spec,
-        vocab_size=vocab_size,
-        max_sequence_length=max_sequence_length,
+        max_sequence_length=512,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         **arguments,
     )
