@@ -6,13 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from reference import full_logits, greedy, random_tokens, tiny_model
+from reference import full_logits, greedy, random_tokens, tiny_engine, tiny_model
 from state_dicts import load_state
 
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
 from megatron_hybrid.checkpoints.model_tensors import full_state_dict
-from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
@@ -49,10 +47,7 @@ def sharded(request, whole):
 
 @pytest.mark.parametrize("mode", PREFIX_CACHING_MODES)
 def test_two_ranks_answer_as_the_whole_model(whole, sharded, mode):
-    config = InferenceConfig(
-        prefix_caching=mode, cache_bytes=8 << 20, max_tokens=64, verify_ranks=True
-    )
-    engine = DynamicInferenceEngine(sharded, None, config)
+    engine = tiny_engine(sharded, prefix_caching=mode, max_tokens=64, verify_ranks=True)
     params = greedy(8, return_log_probs=True, skip_prompt_log_probs=True)
     results = [engine.generate([prompt], params)[0] for prompt in PROMPTS]
     for prompt, result in zip(PROMPTS, results):

@@ -22,11 +22,10 @@ from unittest import mock
 
 import torch
 from rank_processes import join_ranks, start_ranks
-from reference import greedy, random_tokens, tiny_model
+from reference import greedy, random_tokens, tiny_engine, tiny_model
 from split_models import load
 
 from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
-from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.memory.cache_pool import CachePool
 
@@ -96,18 +95,12 @@ class Job:
         steps = iter(range(10**9))
         names = {0: "first step", 20: "decode"}
         model.eval().register_forward_pre_hook(lambda *_: self.at(names.get(next(steps), "")))
-        config = InferenceConfig(
-            cache_bytes=1 << 20,
-            max_requests=4,
-            max_sequence_length=160,
-            cache_dir=f"{self.name}.cache",
-            rank_timeout=TIMEOUT,
-        )
+        fields = {"cache_dir": f"{self.name}.cache", "rank_timeout": TIMEOUT}
         before = CachePool.__init__
         with mock.patch.object(
             CachePool, "__init__", lambda *a, **k: (self.at("making"), before(*a, **k))[1]
         ):
-            engine = DynamicInferenceEngine(model, self, config)
+            engine = tiny_engine(model, self, **fields)
         saves = engine.offload.save_to
         engine.offload.save_to = lambda *a: (self.at("save"), saves(*a))[1]
         if not self.leads:

@@ -10,7 +10,7 @@ from huggingface import build
 from model_folders import rewrite
 from packed_folders import stored_bytes, write_folders
 from rank_processes import on_ranks
-from reference import tiny_engine
+from reference import greedy, tiny_engine
 
 import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.checkpoint import (
@@ -41,17 +41,10 @@ LAYOUTS = [
 def answers(folder: Path, **sizes) -> list:
     """Greedy tokens and their log-probs."""
     model, _ = mh.load_pretrained(folder, **sizes)
-    config = mh.InferenceConfig(
-        block_size_tokens=16,
-        cache_bytes=4 << 20,
-        max_requests=2,
-        max_tokens=64,
-        max_sequence_length=128,
-    )
-    engine = mh.DynamicInferenceEngine(model, None, config)
-    params = mh.SamplingParams(num_tokens_to_generate=6, top_k=1, return_log_probs=True)
+    engine = tiny_engine(model, max_requests=2, max_tokens=64, max_sequence_length=128)
     prompts = [[5 + 3 * i + k for k in range(30)] for i in range(2)]
-    found = [(r.token_ids, r.log_probs[-6:]) for r in engine.generate(prompts, params)]
+    results = engine.generate(prompts, greedy(6, return_log_probs=True))
+    found = [(r.token_ids, r.log_probs[-6:]) for r in results]
     save_huggingface(model, folder.parent / f"{folder.name}-back")
     return found
 

@@ -18,7 +18,7 @@ from commands import free_port
 from matrix import asked, matrix_rows
 from rank_faults import frozen, killed, raising, stuck
 from rank_processes import join_ranks, on_ranks, start_ranks, told_by_torchrun
-from reference import greedy, is_greedy, random_tokens, tiny_model
+from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 from split_models import load
 from waiting import LIMIT_S, wait_until
 
@@ -27,8 +27,6 @@ from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.distributed import watchdog
 from megatron_hybrid.distributed.ranks import RankError
 from megatron_hybrid.inference import rank_checks
-from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.memory.cache_pool import CachePool
 from megatron_hybrid.inference.scheduling.scheduler import RestoreFailedError
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
@@ -41,8 +39,8 @@ PROMPTS = [random_tokens(90, seed=seed) for seed in range(4)]
 
 
 def make_engine(model, **fields):
-    settings = dict(cache_bytes=1 << 20, max_requests=4, max_sequence_length=160, verify_ranks=True)
-    return DynamicInferenceEngine(model, None, InferenceConfig(**{**settings, **fields}))
+    sizes = {"cache_bytes": 1 << 20, "max_requests": 4, "max_sequence_length": 160}
+    return tiny_engine(model, **{**sizes, "verify_ranks": True, **fields})
 
 
 @contextmanager

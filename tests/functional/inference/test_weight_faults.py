@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from commands import free_port
 from rank_processes import join_ranks, run_ranks
-from reference import greedy, random_tokens, tiny_model
+from reference import greedy, random_tokens, tiny_engine, tiny_model
 from safetensors.torch import load_file, save_file
 from split_models import load, save_old_and_new
 from torch.distributed import distributed_c10d
@@ -27,7 +27,6 @@ from waiting import wait_until
 from megatron_hybrid.compat import parallel_state
 from megatron_hybrid.distributed import ranks
 from megatron_hybrid.distributed.ranks import RankError
-from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.weights import transfer
 from megatron_hybrid.inference.weights.transfer import TrainerError, WeightGroup
@@ -555,7 +554,7 @@ def run_rank(rank, folder, layouts, is_whole):
     for name in layouts:
         source = folder / ("int8" if name == "packed" else "old")
         model = load(source, **LAYOUTS[name])
-        with DynamicInferenceEngine(model.eval(), None, InferenceConfig(**CONFIG)) as engine:
+        with tiny_engine(model.eval(), **CONFIG) as engine:
             job = Job(engine, rank, new, str(folder))
             engine.load_weights(old)
             bits = {"old": answer(engine)}

@@ -12,13 +12,11 @@ import torch
 from commands import free_port
 from http_server import DEMO, events, running_server
 from rank_processes import rank_context
-from reference import is_greedy, random_tokens, tiny_model
+from reference import is_greedy, random_tokens, tiny_engine, tiny_model
 from waiting import LIMIT_S
 
 from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.checkpoints.model_tensors import own_tensors
-from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving.app import create_app
@@ -82,7 +80,7 @@ def expected_of(model):
         return_log_probs=True,
         skip_prompt_log_probs=True,
     )
-    with DynamicInferenceEngine(model, None, InferenceConfig(**ENGINE)) as engine:
+    with tiny_engine(model, **ENGINE) as engine:
         results = [
             engine.generate([prompt], params, RequestOptions(n=SAMPLES))[0] for prompt in PROMPTS
         ]
