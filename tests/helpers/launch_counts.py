@@ -12,18 +12,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import triton.runtime.interpreter
+from reference import tiny_engine
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from unwritten_outputs import any_token
 
 from benchmarks.gpu.models import cut_config
-from megatron_hybrid import (
-    DynamicInferenceEngine,
-    HybridModel,
-    InferenceConfig,
-    SamplingParams,
-    build_hybrid_model,
-)
+from megatron_hybrid import DynamicInferenceEngine, SamplingParams, build_hybrid_model
 from megatron_hybrid.inference.worker import graph_runner
 
 _NO_KERNELS = {
@@ -77,12 +72,13 @@ def counted_launches() -> Iterator[Counter[str]]:
         executor.__call__ = run
 
 
-def toy_model(name: str) -> HybridModel:
-    """All layers of a published model in bf16, at toy size."""
+def engine_of(name: str, cache_bytes: int, **sizes: Any) -> DynamicInferenceEngine:
+    """Of all layers of a published model in bf16, at toy size."""
     pattern = cut_config(name, False).layer_pattern
     config = cut_config(name, True, pattern)
     fields = config.to_dict() | {"params_dtype": "bfloat16"}
-    return build_hybrid_model(type(config).from_dict(fields)).eval()
+    model = build_hybrid_model(type(config).from_dict(fields)).eval()
+    return tiny_engine(model, cache_bytes=cache_bytes, prefix_caching="off", **sizes)
 
 
 class CountedGraph:
@@ -113,16 +109,12 @@ class CountedGraph:
 
 def launches_of_a_suffix(name: str, rows: int, in_pieces: bool) -> Counter[str]:
     """Those of a step of the rest of a prompt, of so many rows."""
-    config = InferenceConfig(
-        **{"cache_bytes": 64 << 20, "block_size_tokens": 16, "prefix_caching": "off"},
-        **{"max_requests": 1, "max_tokens": rows, "max_sequence_length": 4 * rows},
-        cuda_graphs=in_pieces,
-    )
+    sizes = dict(max_requests=1, max_tokens=rows, max_sequence_length=4 * rows)
     params = SamplingParams(top_k=1, num_tokens_to_generate=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(graph_runner.CAPTURES, "cpu", CountedGraph)
         with counted_launches() as CountedGraph.counts:
-            engine = DynamicInferenceEngine(toy_model(name), None, config)
+            engine = engine_of(name, 64 << 20, cuda_graphs=in_pieces, **sizes)
             engine.add_request([1] * 3 * rows, params)
             for _ in range(2):
                 engine.step()
@@ -136,11 +128,7 @@ def launches_of_a_suffix(name: str, rows: int, in_pieces: bool) -> Counter[str]:
 def launches_of_a_step(name: str, batch: int, **sampling: Any) -> Counter[str]:
     """Those of one decode step of `batch` requests. sampling: parameters; greedy without any."""
     sizes = dict(max_requests=batch, max_tokens=32 * batch, max_sequence_length=64)
-    engine = DynamicInferenceEngine(
-        toy_model(name),
-        None,
-        InferenceConfig(cache_bytes=16 << 20, block_size_tokens=16, prefix_caching="off", **sizes),
-    )
+    engine = engine_of(name, 16 << 20, **sizes)
     params = SamplingParams(
         **{"top_k": 1, **sampling}, num_tokens_to_generate=20, ignore_termination=True
     )
