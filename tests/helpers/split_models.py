@@ -67,6 +67,8 @@ def main_gradients(model):
     """Whole gradients by name, of a stage under core's data parallelism."""
     found = {}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         gradient = parameter.main_grad.clone()
         for mark in ("cut", "num_experts"):
             if hasattr(parameter, mark):

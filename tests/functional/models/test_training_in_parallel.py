@@ -3,12 +3,12 @@ two ranks gives the gradients that each has without it."""
 
 import pytest
 import torch
-from core_training import data_parallel, ignore_warnings_of_core, set_up_groups
+from core_training import data_parallel, ignore_warnings_of_core, mean_loss_step, set_up_groups
 from megatron.core import parallel_state
 from rank_processes import run_micro_batches, train_on_ranks
 from reference import greedy, tiny_engine
-from small_models import random_tokens, small_config
-from split_models import assert_all_close, assert_close, load
+from small_models import small_config
+from split_models import assert_all_close, assert_close, load, micro_batches
 
 from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.checkpoints.model_tensors import full_state_dict
@@ -141,19 +141,13 @@ def gradients(sizes: dict, recompute: dict) -> dict[str, torch.Tensor]:
     )
     torch.manual_seed(3)
     model = build_hybrid_model(config).train()
-    torch.manual_seed(5 + parallel_state.get_expert_model_parallel_rank())
-    rows = [random_tokens(1, LENGTH + 1) for _ in range(MICRO_BATCHES)]
-    run_micro_batches(forward_step, model, rows, LENGTH)
+    seed = 5 + parallel_state.get_expert_model_parallel_rank()
+    torch.manual_seed(seed)
+    run_micro_batches(mean_loss_step, model, micro_batches(seed, MICRO_BATCHES, LENGTH), LENGTH)
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     counts = {name: b for name, b in model.named_buffers() if name.endswith("tokens_per_expert")}
     assert all(count.sum() == LENGTH * 2 * MICRO_BATCHES for count in counts.values())
     return {**found, **counts}
-
-
-def forward_step(rows, model):
-    row = next(rows)
-    output = model(row[:, :-1], labels=row[:, 1:].contiguous())
-    return output, lambda losses: (losses.mean(), {})
 
 
 def compare(layouts: str) -> dict[str, list[str]]:

@@ -10,12 +10,10 @@ from megatron.core.distributed import finalize_model_grads
 from rank_processes import train_on_ranks
 from safetensors.torch import load_file
 from small_models import fill_adapters, small_config
-from split_models import assert_all_close, load
+from split_models import assert_all_close, load, main_gradients
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
-from megatron_hybrid.models.sharding.gathering import gather_whole
-from megatron_hybrid.models.sharding.tensor_sharding import copy_marks
 from megatron_hybrid.training.lora import (
     LoraFields,
     adapters_of,
@@ -54,13 +52,7 @@ def step(ddp, optimizer):
     loss.backward()
     ddp.finish_grad_sync()
     finalize_model_grads([ddp])
-    model = ddp.module
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            piece = parameter.main_grad.clone()
-            copy_marks(parameter, piece)
-            gradients.update(gather_whole(name, piece, model.pg_collection))
+    gradients = main_gradients(ddp.module)
     optimizer.step()
     return loss.item(), gradients
 
