@@ -17,14 +17,13 @@ import torch
 from commands import Command, Launched, free_port
 from http_server import DEMO, events, running_server
 from matrix import matrix_rows
-from reference import greedy, random_tokens, tiny_model
+from reference import greedy, random_tokens, tiny_engine, tiny_model
 from waiting import LIMIT_S, wait_until
 
 from megatron_hybrid import cli
 from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.checkpoints.model_tensors import own_tensors
 from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.live_requests import LiveRequests
 
 RANKS = 2
@@ -227,7 +226,7 @@ def test_every_rank_takes_the_weights_of_a_trainer(ranks):
     model = tiny_model("M*GE", 1, **MODEL)
     prompt = random_tokens(40, vocab_size=3072)
     params = greedy(8, return_log_probs=True, skip_prompt_log_probs=True, ignore_termination=True)
-    with DynamicInferenceEngine(model, None, InferenceConfig(cache_bytes=1 << 20)) as engine:
+    with tiny_engine(model) as engine:
         expected = engine.generate([prompt], params)[0]
     trainer = remote_rollouts.Workers([ranks.url])
     drawn, ids = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}, {"return_token_ids": True}
