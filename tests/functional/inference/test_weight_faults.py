@@ -41,13 +41,7 @@ from megatron_hybrid.training.lora import (
 )
 
 RANKS = 2
-MODEL = dict(
-    layer_pattern="M*|E-",
-    mamba_num_groups=2,
-    num_moe_experts=4,
-    moe_router_topk=2,
-    moe_ffn_hidden_size=24,
-)
+MODEL = dict(layer_pattern="M*|E-", mamba_num_groups=2, num_moe_experts=4, moe_router_topk=2)
 LAYOUTS = {
     "TP": dict(tensor_model_parallel_size=2),
     "PP": dict(pipeline_model_parallel_size=2),

@@ -15,13 +15,7 @@ from split_models import load
 from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.megatron import EngineState, MegatronAsyncLLM, MegatronLLM
 
-MODEL = dict(
-    layer_pattern="M*E",
-    mamba_num_groups=2,
-    num_moe_experts=4,
-    moe_router_topk=2,
-    moe_ffn_hidden_size=24,
-)
+MODEL = dict(layer_pattern="M*E", mamba_num_groups=2, num_moe_experts=4, moe_router_topk=2)
 LAYOUTS = {
     "TP 2": dict(tensor_model_parallel_size=2),
     "EP 2": dict(expert_model_parallel_size=2),
