@@ -71,10 +71,10 @@ class Failing:
         return self.random.integers(-3, VOCAB_SIZE + 3, most).tolist()
 
 
-def draft_with(engine: DynamicInferenceEngine, drafter: Drafter, most: int | None = None) -> None:
+def draft_with(engine: DynamicInferenceEngine, drafter: Drafter) -> None:
     """Let an engine that speculates ask this drafter instead of its own."""
     drafts = engine.scheduler.draft_planner.drafts
-    engine.scheduler.draft_planner.drafts = Drafts(drafter, most or drafts.most, VOCAB_SIZE)
+    engine.scheduler.draft_planner.drafts = Drafts(drafter, drafts.most, VOCAB_SIZE)
 
 
 def poison_rejected(engine: DynamicInferenceEngine) -> None:

@@ -100,11 +100,11 @@ def integers(weight: Tensor, bits: int, group: int, symmetric: bool = True) -> S
     return stored, (codes - zeros) * over
 
 
-def turned(weight: Tensor, kind: str, group: int = 32) -> Stored:
+def turned(weight: Tensor, kind: str) -> Stored:
     """AWQ ("awq"), GPTQ ("gptq", "gptq_v2"): codes and zero points from 0 to 15, inputs as rows.
     The last group may have fewer, and a row has positive numbers alone: its zero points are 0."""
     weight = torch.cat((weight[:5], weight[5:6].abs(), weight[6:]))
-    rows = weight.t()
+    rows, group = weight.t(), 32
     groups = rows.split(group)
     low = torch.stack([each.amin(0) for each in groups]).clamp(max=0)
     high = torch.stack([each.amax(0) for each in groups]).clamp(min=0)

@@ -8,11 +8,10 @@ from benchmarks.replay.runner import replay
 from megatron_hybrid.tools.replay.protocol import Request
 
 
-def small_requests(seed, count=80, answer=4, known=10, least=0.0):
+def small_requests(seed, count=80, known=10, least=0.0):
     """Prompts over two tokens, so that they share, leave and extend each other all the time.
 
     Args:
-        answer: tokens of an answer, at most.
         known: conversations that the next prompt may begin with, of which `least` is its share.
     """
     rng = np.random.default_rng(seed)
@@ -21,7 +20,7 @@ def small_requests(seed, count=80, answer=4, known=10, least=0.0):
         start = histories[rng.integers(len(histories))]
         start = start[: rng.integers(int(least * len(start)), len(start) + 1)]
         prompt = np.concatenate([start, rng.integers(0, 2, rng.integers(1, 9), dtype=np.int32)])
-        output = rng.integers(0, 2, rng.integers(1, answer + 1), dtype=np.int32)
+        output = rng.integers(0, 2, rng.integers(1, 5), dtype=np.int32)
         histories = [*histories[1 - known :], np.concatenate([prompt, output])]
         yield Request(prompt, output, i, 0, float(i))
 

@@ -91,10 +91,10 @@ def qwen(folders_in) -> tuple[Path, Path]:
 
 
 @torch.no_grad()
-def logits(model: mh.HybridModel, length: int = 33) -> torch.Tensor:
+def logits(model: mh.HybridModel) -> torch.Tensor:
     generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(3, model.vocab_size, (1, length), generator=generator)
-    return model(tokens, torch.arange(length)[None], None)
+    tokens = torch.randint(3, model.vocab_size, (1, 33), generator=generator)
+    return model(tokens, torch.arange(33)[None], None)
 
 
 def assert_same_model(packed: Path, plain: Path, target: Path) -> mh.HybridModel:

@@ -37,9 +37,9 @@ def result(index, kind="text", image="image_url"):
     return [{"type": kind, "text": f"Part {index} is fine."}, {"type": image}][: 1 + (index == 1)]
 
 
-def chat_history(turn, says=""):
+def chat_history(turn):
     """Messages with a call and its result each, as OpenAI's clients send them."""
-    messages = [{"role": "user", "content": f"Mend the file.{says}"}]
+    messages = [{"role": "user", "content": "Mend the file."}]
     for index in range(turn):
         call = {"name": "shell", "arguments": json.dumps({"command": f"cat part{index}"})}
         messages += [
