@@ -62,6 +62,14 @@ class RunningServer:
         method = "GET" if body is None else "POST"
         return httpx.request(method, self.url + path, json=body, timeout=LIMIT_S, **options)
 
+    def complete(self, prompt: str | list[str], max_tokens: int = 4) -> dict:
+        """The answer to a completion."""
+        return self.call("/v1/completions", {"prompt": prompt, "max_tokens": max_tokens}).json()
+
+    def told(self, name: str, *args):
+        """What a method of the engine returns."""
+        return run_apart(getattr(self.service.engine, name)(*args))
+
     def stop(self) -> None:
         self._server.should_exit = True
         self.thread.join(20)

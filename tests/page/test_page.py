@@ -5,7 +5,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from http_server import run_apart, running_server
+from http_server import running_server
 from playwright.sync_api import Page, expect
 from waiting import wait_until
 
@@ -22,15 +22,6 @@ def server():
         {"cache_bytes": 3 << 20, "host_cache_bytes": 1 << 20}, description="It tells stories."
     ) as server:
         yield server
-
-
-def complete(server, prompt: str, max_tokens: int = 4) -> dict:
-    return server.call("/v1/completions", {"prompt": prompt, "max_tokens": max_tokens}).json()
-
-
-def engine(server, name: str, *args, **kwargs):
-    """The result of a method of the server's engine."""
-    return run_apart(getattr(server.service.engine, name)(*args, **kwargs))
 
 
 def set_tokens(page: Page, number: int) -> None:
@@ -64,7 +55,7 @@ def test_an_answer_grows_and_says_what_was_reused(server, page):
     say(page, "And then?", 4)
     note = page.locator("#turns > li").last.locator("small").text_content()
     skipped, prompt = map(int, re.match(r"(\d+) of (\d+) prompt tokens skipped", note).groups())
-    seen = engine(server, "requests")[0]
+    seen = server.told("requests")[0]
     assert (skipped, prompt) == (seen.skipped_tokens, seen.prompt_tokens) and skipped > 0
     page.click("#chat-new")
     expect(page.locator("#turns > li")).to_have_count(0)
@@ -78,8 +69,8 @@ def test_an_answer_can_be_stopped(server, page):
     expect(page.locator("#turns > li").last.locator(".said")).not_to_be_empty(timeout=SLOW)
     page.click("#chat-stop")
     expect(page.locator("#turns > li").last.locator("small")).to_have_text("stopped")
-    wait_until(lambda: engine(server, "stats")["requests_running"] == 0)
-    assert engine(server, "requests")[0].status == "cancelled"
+    wait_until(lambda: server.told("stats")["requests_running"] == 0)
+    assert server.told("requests")[0].status == "cancelled"
 
 
 def test_requests_are_seen_while_they_run_and_their_path_is_lit(server, page):
@@ -92,7 +83,7 @@ def test_requests_are_seen_while_they_run_and_their_path_is_lit(server, page):
     expect(page.locator("#chat-send")).to_be_enabled(timeout=SLOW)
     expect(newest).to_have_class("row ended")
     expect(newest).to_have_attribute("aria-pressed", "true")  # the answer's own
-    number = engine(server, "requests")[0].request_id
+    number = server.told("requests")[0].request_id
     assert newest.locator("span").first.text_content() == f"#{number}"
     lit = "() => [...document.querySelectorAll('#tree-canvas')].map((c) => c.toDataURL())[0]"
     before = page.evaluate(lit)
@@ -104,14 +95,14 @@ def test_requests_are_seen_while_they_run_and_their_path_is_lit(server, page):
 def test_the_tree_grows_and_can_be_enlarged(server, page):
     page.goto(server.url)
     summary = page.locator("#tree-summary")
-    complete(server, f"{STORY}His name was Jack, and")
-    complete(server, f"{STORY}His daughter's name was Mary, and")
-    tree = engine(server, "cache_tree")
+    server.complete(f"{STORY}His name was Jack, and")
+    server.complete(f"{STORY}His daughter's name was Mary, and")
+    tree = server.told("cache_tree")
     expect(summary).to_contain_text(f"{len(tree)} pieces")
     stored = sum(state.tier == "pool" for edge in tree for state in edge.states)
     expect(summary).to_contain_text(f"{stored} states in the pool")
-    complete(server, "A quite different beginning:")
-    expect(summary).to_contain_text(f"{len(engine(server, 'cache_tree'))} pieces")
+    server.complete("A quite different beginning:")
+    expect(summary).to_contain_text(f"{len(server.told('cache_tree'))} pieces")
     page.hover("#tree-canvas", position={"x": 8, "y": 8})
     expect(page.locator("#tree-detail")).to_contain_text("tokens 0 to")
     page.click("#tree-canvas", position={"x": 8, "y": 8})
@@ -128,11 +119,11 @@ def test_the_tree_grows_and_can_be_enlarged(server, page):
 
 def test_explain_says_what_the_engine_says(server, page):
     page.goto(server.url)
-    complete(server, STORY.strip())  # whose tokens the prompt begins with
+    server.complete(STORY.strip())  # whose tokens the prompt begins with
     prompt = f"{STORY}But his wife"
     page.fill("#explain-text", prompt)
     page.click("#explain-form button")
-    told = engine(server, "explain", server.service.tokenizer.tokenize(prompt))
+    told = server.told("explain", server.service.tokenizer.tokenize(prompt))
     expect(page.locator("#explain-answer")).to_have_text(str(told))
     share = page.locator("#explain-bar .skipped").evaluate("e => parseFloat(e.style.width)")
     assert share == pytest.approx(100 * told.match.skipped_tokens / told.match.prompt_tokens, 0.01)
@@ -148,14 +139,14 @@ def test_explain_of_a_chat_s_next_message_is_of_all_its_turns(server, page):
     expect(text).to_contain_text("prompt tokens are skipped")
     skipped, prompt = map(int, re.match(r"(\d+) of (\d+)", text.text_content()).groups())
     say(page, "And his wife?", 4)
-    seen = engine(server, "requests")[0]
+    seen = server.told("requests")[0]
     assert (seen.skipped_tokens, seen.prompt_tokens) == (skipped, prompt)
 
 
 @pytest.mark.parametrize("shows", [False, True])
 def test_prompts_are_shown_only_if_allowed(browser, page, shows):
     with running_server(shows_prompts=shows) as server:
-        complete(server, f"{SECRET} is my name, and")
+        server.complete(f"{SECRET} is my name, and")
         bodies = []
         page.on("response", lambda response: bodies.append(response.text()))
         page.goto(server.url)
@@ -192,7 +183,7 @@ def test_with_keys_the_page_asks_for_one(browser):
 def test_nothing_is_cut_off(server, page):
     page.goto(server.url)
     for number in range(30):  # more than the pool has room for
-        complete(server, f"{STORY * (number % 3)}{number} times {'he ran and she sang, ' * number}")
+        server.complete(f"{STORY * (number % 3)}{number} times {'he ran and she sang, ' * number}")
     say(page, STORY, 2)
     page.click("#settings summary")
     page.fill("#explain-text", f"{STORY}{STORY}7 times he ran")

@@ -1,6 +1,5 @@
 """The server as the `openai` package sees it."""
 
-import asyncio
 import math
 from typing import Literal
 
@@ -18,7 +17,7 @@ def greedy_text(server):
     """What the engine itself says."""
     params = SamplingParams(temperature=0, num_tokens_to_generate=16)
     tokens = server.service.tokenizer.tokenize(PROMPT)
-    return asyncio.run(server.service.engine.generate(tokens, params)).text
+    return server.told("generate", tokens, params).text
 
 
 def complete(client, **fields):

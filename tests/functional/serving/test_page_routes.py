@@ -1,6 +1,5 @@
 """What the page reads: the requests, the tree and the last day, for the operator alone."""
 
-import asyncio
 import json
 import logging
 import re
@@ -14,14 +13,6 @@ SECRET = "Rumpelstiltskin"
 POLLED = ("/requests", "/cache/tree", "/cache/history")
 
 
-def complete(server, prompt: str | list[str]) -> dict:
-    return server.call("/v1/completions", {"prompt": prompt, "max_tokens": 2}).json()
-
-
-def engine(server, name: str):
-    return asyncio.run(getattr(server.service.engine, name)())
-
-
 def test_the_page_and_its_files_load_nothing_from_elsewhere(server):
     for page in (server.call("/"), server.call("/docs")):
         assert page.headers["content-security-policy"].startswith("default-src 'self'")
@@ -33,16 +24,16 @@ def test_the_page_and_its_files_load_nothing_from_elsewhere(server):
 
 
 def test_the_routes_tell_what_the_engine_tells(server):
-    usage = complete(server, f"{SECRET} is my name, and")["usage"]
+    usage = server.complete(f"{SECRET} is my name, and")["usage"]
     row = server.call("/requests").json()["requests"][0]
     assert (row["prompt_tokens"], row["status"]) == (usage["prompt_tokens"], "length")
-    assert row["edge"] == engine(server, "requests")[0].edge > 0
-    tree, told = server.call("/cache/tree").json(), engine(server, "cache_tree")
+    assert row["edge"] == server.told("requests")[0].edge > 0
+    tree, told = server.call("/cache/tree").json(), server.told("cache_tree")
     assert sorted(tree["numbers"]) == sorted(edge.number for edge in told)
     states = [list(state) for edge in told for state in edge.states]
     assert sorted(tree["states"]) == sorted(states) != []
     assert tree["since"] is None and tree["num_edges"] == len(told)
-    stats = engine(server, "stats")
+    stats = server.told("stats")
     for span in SPANS:
         history = server.call(f"/cache/history?seconds={span}").json()
         assert len({len(column) for column in history.values()}) == 1
@@ -53,11 +44,11 @@ def test_the_routes_tell_what_the_engine_tells(server):
 
 
 def test_the_tree_is_sent_as_changes(server):
-    complete(server, [f"{start * 37} goats went over the bridge" for start in range(12)])
+    server.complete([f"{start * 37} goats went over the bridge" for start in range(12)])
     version = server.call("/cache/tree").json()["version"]
     nothing = server.call(f"/cache/tree?since={version}").json()
     assert (nothing["since"], nothing["numbers"], nothing["removed"]) == (version, [], [])
-    complete(server, "Nothing that has been told before")
+    server.complete("Nothing that has been told before")
     more = server.call(f"/cache/tree?since={version}").json()
     assert 0 < len(more["numbers"]) < 5 and more["version"] != version
     for other in ("", "a-1-1", f"{version}0", "\u0661", "-".join("999")):
@@ -80,7 +71,7 @@ def test_the_model_tells_its_defaults_of_sampling_as_its_file_has_them(server, m
 def test_texts_of_prompts_are_shown_only_if_allowed(server):
     with running_server(shows_prompts=True) as showing:
         for each, shows in ((server, False), (showing, True)):
-            complete(each, f"My name is {SECRET}")
+            each.complete(f"My name is {SECRET}")
             assert [SECRET in each.call(path).text for path in POLLED[:2]] == [shows, shows]
 
 

@@ -1,6 +1,5 @@
 """The server under HTTP itself: keys, limits, clients that go away, its end."""
 
-import asyncio
 import json
 import os
 import re
@@ -53,7 +52,7 @@ def server():
 
 
 def running(server):
-    stats = asyncio.run(server.service.engine.stats())
+    stats = server.told("stats")
     return stats["requests_running"] + stats["requests_waiting"]
 
 
@@ -163,10 +162,10 @@ def test_a_client_that_goes_away_ends_its_request_also_while_it_waits(single, st
     wait_until(lambda: running(single) == 2)
     waiting.close()
     wait_until(lambda: running(single) == 1)
-    assert asyncio.run(single.service.engine.stats())["requests_running"] == 1
+    assert single.told("stats")["requests_running"] == 1
     first.close()
     wait_until(lambda: running(single) == 0)
-    asyncio.run(single.service.engine.check_integrity())
+    single.told("check_integrity")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -179,16 +178,6 @@ def test_a_request_can_be_aborted_by_its_id(server, stream):
     assert "aborted" in answer.result().text
     assert server.call("/abort", {"request_id": "nobody"}).json() == {"aborted": False}
     wait_until(lambda: running(server) == 0)
-
-
-def test_more_requests_than_may_wait_are_refused_before_they_are_tokenized(server, monkeypatch):
-    tokenized = mock.Mock()
-    monkeypatch.setattr(server.service.tokenizer, "tokenize", tokenized)
-    with server.service.admission.admitted("others", "", num_samples=8):
-        answer = server.call("/v1/completions", LONG)
-    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
-    assert "at capacity (8 run or wait)" in answer.json()["error"]["message"]
-    assert not tokenized.called
 
 
 def test_every_metric_of_the_dashboard_is_scraped(server):
@@ -269,15 +258,19 @@ def test_a_key_has_only_so_many_requests_at_a_time(keyed, monkeypatch):
     assert statuses == [(429, "1"), (200, None)]
 
 
-def test_each_sample_of_each_prompt_counts(server):
-    """The server takes eight at a time."""
-    ask = {"prompt": [[5, 6]] * 3, "n": 3, "max_tokens": 1}
+def test_each_sample_of_each_prompt_counts_before_it_is_tokenized(server, monkeypatch):
+    """The server takes eight at a time, and none waits."""
+    ask = {"prompt": ["Once"] * 3, "n": 3, "max_tokens": 1}
     error = server.call("/v1/completions", ask).json()["error"]
     assert error["param"] == "prompt" and "have 8 at a time" in error["message"]
     assert len(server.call("/v1/completions", {**ask, "n": 2}).json()["choices"]) == 6
+    tokenized = mock.Mock()
+    monkeypatch.setattr(server.service.tokenizer, "tokenize", tokenized)
     with server.service.admission.admitted("other", "", num_samples=3):
         answer = server.call("/v1/completions", {**ask, "n": 2})
-        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    assert "at capacity (8 run or wait)" in answer.json()["error"]["message"]
+    assert not tokenized.called
 
 
 def received(server, *sent: bytes) -> bytes:
@@ -369,9 +362,9 @@ def test_a_request_that_waits_too_long_in_the_queue_is_told_to_come_again(stream
         assert "has not begun" in answer.json()["error"]["message"]
         # Its second prompt waited for the first one: the request had begun.
         assert first.result().json()["usage"]["completion_tokens"] == 60 * n
-        stats = asyncio.run(server.service.engine.stats())
+        stats = server.told("stats")
         assert stats["leases"] == stats["requests_waiting"] == 0
-        asyncio.run(server.service.engine.check_integrity())
+        server.told("check_integrity")
 
 
 def test_a_stream_of_several_prompts_begins_with_the_first(single, monkeypatch):
