@@ -77,6 +77,19 @@ def draft_with(engine: DynamicInferenceEngine, drafter: Drafter) -> None:
     engine.scheduler.draft_planner.drafts = Drafts(drafter, drafts.most, VOCAB_SIZE)
 
 
+def noted(engine: DynamicInferenceEngine, used: bool = True) -> list[tuple[list[int], list[int]]]:
+    """A list that gets the tokens before each step's drafts, and these."""
+    told, propose = [], engine.scheduler.draft_planner.drafts.propose
+
+    def propose_noted(request, most):
+        drafts = propose(request, most)
+        told.append((request.tokens[: request.num_tokens].tolist(), drafts))
+        return drafts if used else []
+
+    engine.scheduler.draft_planner.drafts.propose = propose_noted
+    return told
+
+
 def poison_rejected(engine: DynamicInferenceEngine) -> None:
     """From now on KV behind rejected drafts, and the states inside of a forward with drafts, are
     NaN as soon as the step no longer needs them."""

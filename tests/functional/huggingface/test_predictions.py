@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from bars import check_bars
+from drafted import noted
 from huggingface import build, read_values
 from matrix import matrix_rows
 from model_folders import rewrite
@@ -150,13 +151,7 @@ def test_a_folders_part_drafts_as_in_transformers_and_is_written_back(tmp_path, 
     prompt = torch.randint(3, 100, (21,), generator=torch.Generator().manual_seed(1)).tolist()
     expected = tiny_engine(model).generate([prompt], GREEDY)[0].token_ids
     engine = tiny_engine(model, speculation="mtp", num_speculative_tokens=2)
-    told, propose = [], engine.scheduler.draft_planner.drafts.propose
-
-    def noted(request, most):
-        told.append((request.tokens[: request.num_tokens].tolist(), propose(request, most)))
-        return told[-1][1]
-
-    engine.scheduler.draft_planner.drafts.propose = noted
+    told = noted(engine)
     for each in (prompt, [*prompt, *expected, 5, 6]):
         engine.generate([each], GREEDY)
     assert engine.generate([prompt], GREEDY)[0].token_ids == expected

@@ -4,6 +4,7 @@ two ranks gives the gradients that each has without it."""
 import pytest
 import torch
 from core_training import data_parallel, ignore_warnings_of_core, mean_loss_step, set_up_groups
+from drafted import noted
 from megatron.core import parallel_state
 from rank_processes import run_micro_batches, train_on_ranks
 from reference import greedy, tiny_engine
@@ -60,18 +61,12 @@ def train(folder, layout):
 
 
 def draft(folder, layout):
-    """Answers with drafts, and the drafts."""
+    """Answers with drafts, and the drafts with the tokens before them."""
     sizes = LAYOUTS[layout]
     set_up_groups(sizes)
     model = load(folder / "weights", **sizes)
     engine = tiny_engine(model.eval(), speculation="mtp", verify_ranks=True)
-    told, propose = [], engine.scheduler.draft_planner.drafts.propose
-
-    def noted(request, most):
-        told.append(propose(request, most))
-        return told[-1]
-
-    engine.scheduler.draft_planner.drafts.propose = noted
+    told = noted(engine)
     prompts = [list(range(20)), [*range(12), 3, 1]]
     results = [r for _ in range(2) for r in engine.generate(prompts, greedy(12))]
     return [(r.token_ids, r.prefix.skipped_tokens) for r in results], told
@@ -95,7 +90,7 @@ def by_layout(function, pattern, tmp_path):
 def test_two_ranks_draft_as_one(tmp_path):
     results = by_layout(draft, "M*-G/*-", tmp_path)
     assert results["tensor"] == results["sequence"] == results["one"]
-    assert sum(map(len, results["one"][1])) > 40
+    assert sum(len(drafts) for _, drafts in results["one"][1]) > 40
 
 
 def test_two_ranks_train_as_one(tmp_path):

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from drafted import poison_rejected
+from drafted import noted, poison_rejected
 from graph_recorder import recorded_graphs
 from grouped_experts import grouped_experts
 from reference import greedy, random_tokens, tiny_engine, tiny_model
@@ -39,19 +39,6 @@ def written_out(model, tokens, count, params):
         drafts.append(int(sample(model.compute_logits(rows), [draw])))
         ids, hidden = torch.cat((ids, torch.tensor(drafts[-1:]))), torch.cat((hidden, rows))
     return drafts
-
-
-def noted(engine, used=True):
-    """A list that gets the tokens before each step's drafts, and these."""
-    told, propose = [], engine.scheduler.draft_planner.drafts.propose
-
-    def propose_noted(request, most):
-        drafts = propose(request, most)
-        told.append((request.tokens[: request.num_tokens].tolist(), drafts))
-        return drafts if used else []
-
-    engine.scheduler.draft_planner.drafts.propose = propose_noted
-    return told
 
 
 def answers(model, params, **fields):
