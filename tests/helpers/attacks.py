@@ -114,16 +114,16 @@ def main() -> None:
                 if httpx.get(url + "/health").status_code == 200:
                     break
             time.sleep(0.1)
-        attacks, memory = Attacks(url, port), psutil.Process(server.pid).memory_info
+        attacks, usage = Attacks(url, port), psutil.Process(server.pid).memory_info
         asyncio.run(attacks.other("/v1/completions", FULL))
         quiet = asyncio.run(attacks.other("/v1/chat/completions", CHAT))
-        before = memory().rss
+        before = usage().rss
         print(f"a chat on the quiet server: {quiet:.2f} s, {before >> 20} MiB")
         for attack in (attacks.schemas, attacks.prompts, attacks.slow):
-            seconds, memory = asyncio.run(attack()), memory().rss >> 20
+            seconds, memory = asyncio.run(attack()), usage().rss >> 20
             print(f"beside {attack.__name__}: {seconds:.2f} s, then {memory} MiB", flush=True)
         time.sleep(5)  # what is free goes back then
-        after = memory().rss
+        after = usage().rss
         print(f"after the attacks: {after >> 20} MiB")
         with suppress(AssertionError):
             asyncio.run(attacks.schemas(2))
