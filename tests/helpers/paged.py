@@ -2,9 +2,9 @@
 
 import torch
 from hypothesis import strategies as st
-from recurrences import randn
+from recurrences import assert_near, randn, seeded
 
-from megatron_hybrid.ops import AttentionPattern
+from megatron_hybrid.ops import AttentionPattern, paged_attention
 from megatron_hybrid.ops.attention.naive import attention
 
 D, K_HEADS = 8, 2
@@ -81,3 +81,17 @@ def paged_case(layout, group, generator, P=D):
 def paged_expectation(layout, q, keys, values, pattern, sinks=None):
     parts = zip(layout.cu_seqlens, layout.cu_seqlens[1:], keys, values)
     return torch.cat([attention(q[first:end], k, v, pattern, sinks) for first, end, k, v in parts])
+
+
+def check_paged(layout, pattern, block_size=16, group=2, P=D, sinks=False, by_row=False, seed=0):
+    """`paged_attention` of fp32 equals brute force, and padding is 0. Returns the output."""
+    generator = seeded(seed)
+    q, keys, values = paged_case(layout, group, generator, P)
+    sinks = random_sinks(generator, K_HEADS * group, sinks)
+    pool = Pool(keys, values, block_size, generator, columns=2, by_row=by_row)
+    out = paged_attention(q.float(), *pool, layout, pattern, as_float(sinks))
+    assert_near(
+        out[: layout.num_tokens], paged_expectation(layout, q, keys, values, pattern, sinks)
+    )
+    assert not out[layout.num_tokens :].any()
+    return out

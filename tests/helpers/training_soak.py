@@ -10,7 +10,6 @@ import signal
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -53,10 +52,6 @@ def losses(run: Path) -> list[tuple[int, float, bool]]:
     ]
 
 
-def has_come_to(run: Path, step: int) -> bool:
-    return losses(run)[-1:] >= [(step,)]
-
-
 def kill(command: Launched, kind: str, rng: random.Random) -> tuple[float, list[str]]:
     """Returns seconds until all processes were gone, and the commands of those that were not."""
     launcher = psutil.Process(command.pid)
@@ -87,8 +82,8 @@ def main(moments: int) -> int:
             run = folder / kind
             for number in range(moments):
                 command = start(recipe, run, number)
-                wanted = STEPS_BETWEEN * (number + 1)
-                command.wait_until(partial(has_come_to, run, wanted))
+                wanted = [(STEPS_BETWEEN * (number + 1),)]
+                command.wait_until(lambda run=run, wanted=wanted: losses(run)[-1:] >= wanted)
                 time.sleep(rng.random() / 10)  # also in the midst of a step, or of a save
                 step = losses(run)[-1][0]
                 seconds, left = kill(command, kind, rng)

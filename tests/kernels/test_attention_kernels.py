@@ -12,12 +12,10 @@ from paged import (
     K_HEADS,
     PLAIN,
     Pool,
-    as_float,
+    check_paged,
     group_sizes,
     paged_case,
-    paged_expectation,
     patterns,
-    random_sinks,
     value_dims,
 )
 from recurrences import assert_near, layouts, seeded
@@ -32,18 +30,6 @@ def forced(monkeypatch):
     monkeypatch.setattr(dispatch, "forced", "triton")
 
 
-def check(layout, pattern, block_size=16, group=2, P=8, sinks=False, by_row=False, seed=0):
-    generator = seeded(seed)
-    q, keys, values = paged_case(layout, group, generator, P)
-    sinks = random_sinks(generator, K_HEADS * group, sinks)
-    pool = Pool(keys, values, block_size, generator, columns=2, by_row=by_row)
-    out = paged_attention(q.float(), *pool, layout, pattern, as_float(sinks))
-    expected = paged_expectation(layout, q, keys, values, pattern, sinks)
-    assert_near(out[: layout.num_tokens], expected)
-    assert not out[layout.num_tokens :].any()
-    return out
-
-
 @settings(max_examples=8, deadline=None)
 @given(
     layout=layouts(max_length=120),
@@ -56,7 +42,7 @@ def check(layout, pattern, block_size=16, group=2, P=8, sinks=False, by_row=Fals
     seed=st.integers(0, 2**31),
 )
 def test_the_kernel_equals_brute_force(layout, pattern, sinks, block_size, group, P, by_row, seed):
-    check(layout, pattern, block_size, group, P, sinks, by_row, seed)
+    check_paged(layout, pattern, block_size, group, P, sinks, by_row, seed)
 
 
 @pytest.fixture
@@ -77,15 +63,15 @@ def small_parts(monkeypatch):
 @pytest.mark.usefixtures("small_parts")
 def test_keys_of_few_queries_are_split_and_joined(pattern, sinks):
     """Parts get larger inside of the second sequence, at position 256."""
-    check(RaggedLayout((1, 12, 1, 30), (300, 250, 0, 70), (), 2), pattern, sinks=sinks)
+    check_paged(RaggedLayout((1, 12, 1, 30), (300, 250, 0, 70), (), 2), pattern, sinks=sinks)
 
 
 @pytest.mark.usefixtures("small_parts")
 def test_several_launches_share_the_memory_of_parts(monkeypatch):
     layout = RaggedLayout((1, 12, 1, 30), (300, 250, 0, 70), (), 2)
-    one = check(layout, PLAIN)
+    one = check_paged(layout, PLAIN)
     monkeypatch.setattr(kernels, "PARTIAL_BYTES", 12 * 4 * 4 * (8 + 2))  # 12 results of 4 heads
-    assert torch.equal(check(layout, PLAIN), one)
+    assert torch.equal(check_paged(layout, PLAIN), one)
 
 
 @pytest.mark.usefixtures("small_parts")

@@ -20,10 +20,6 @@ def sim():
     return Simulator(settled(PrefixCache(LARGE_STATES, 3000)))
 
 
-def fates(explanation):
-    return [(p.position, p.kind, p.is_stored, p.was_stored) for p in explanation.positions]
-
-
 def test_nothing_known(sim):
     explanation = sim.cache.explain(tokens(50))
     assert (explanation.held_tokens, explanation.known_tokens, explanation.positions) == (0, 0, ())
@@ -34,7 +30,8 @@ def test_every_position_on_the_way(sim):
     prompt, answer = tokens(100), tokens(30, 1)
     sim.run(prompt, answer, declared=[40])
     follower = np.concatenate([prompt, answer, tokens(20, 2)])
-    assert fates(sim.cache.explain(follower)) == [
+    found = sim.cache.explain(follower).positions
+    assert [(p.position, p.kind, p.is_stored, p.was_stored) for p in found] == [
         (40, Kind.JUNCTION, True, False),
         (100, Kind.PROMPT_END, True, False),
         (130, Kind.ANSWER_END, True, False),

@@ -55,10 +55,6 @@ def some_tokens(length: int, pattern: int) -> list[int]:
     return [(pattern >> i % 4) & 1 for i in range(length)]
 
 
-def shared_length(a, b) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-
-
 def fate(checkpoint):
     """All that is known of a checkpoint."""
     names = set(checkpoint.__slots__) - {"edge", "pages", "local_pages", "queued"}
@@ -354,7 +350,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         q, restorable = 0, {0}
         for of, path, edge in cached_paths(self.cache):
             if of == salt and edge.held_end > edge.start:
-                q = max(q, shared_length(prompt, path[: edge.held_end]))
+                pairs = zip(prompt, path[: edge.held_end])
+                q = max(q, len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]))
                 positions = [checkpoint.position for checkpoint in stored(edge)]
                 restorable |= {p for p in positions if path[:p] == tuple(prompt[:p])}
         if self.cache.mode == "off":

@@ -13,6 +13,7 @@ from paged import (
     D,
     Pool,
     as_float,
+    check_paged,
     group_sizes,
     paged_case,
     paged_expectation,
@@ -52,14 +53,7 @@ with_or_without_sinks = pytest.mark.parametrize("with_sinks", [False, True])
 def test_paged_attention_equals_brute_force(
     layout, pattern, with_sinks, block_size, group, P, by_row, seed
 ):
-    generator = seeded(seed)
-    q, keys, values = paged_case(layout, group, generator, P)
-    sinks = random_sinks(generator, K_HEADS * group, with_sinks)
-    pool = Pool(keys, values, block_size, generator, columns=2, by_row=by_row)
-    o = paged_attention(q.float(), *pool, layout, pattern, as_float(sinks))
-    expected = paged_expectation(layout, q, keys, values, pattern, sinks)
-    assert_near(o[: layout.num_tokens], expected)
-    assert not o[layout.num_tokens :].any()
+    check_paged(layout, pattern, block_size, group, P, with_sinks, by_row, seed)
 
 
 @quick

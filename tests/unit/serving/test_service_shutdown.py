@@ -5,6 +5,7 @@ import logging
 import signal
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import uvicorn
@@ -42,15 +43,8 @@ async def never(*_):
     await asyncio.Event().wait()
 
 
-async def fail(*_):
-    raise RuntimeError("this step is broken")
-
-
-def fail_at_once(*_):
-    raise RuntimeError("this step is broken")
-
-
-BROKEN = {"hangs": never, "raises": fail, "raises when it is called": fail_at_once}
+ERROR = {"side_effect": RuntimeError("this step is broken")}
+BROKEN = {"hangs": never, "raises": AsyncMock(**ERROR), "raises when it is called": Mock(**ERROR)}
 
 
 def server_of(service):

@@ -168,17 +168,13 @@ def check_after_death(folder):
     assert steps_of(folder) in ([2, 4], [3, 4])
 
 
-def die_at_once():
-    raise Killed
-
-
 def test_death_at_any_call_leaves_a_whole_one(saved, tmp_path):
     """Calls: the disk for each file and the folder, the rename, the disk for it, the number of the
     newest, the removal of the oldest."""
     for call in range(1, 30):
         folder = shutil.copytree(saved, tmp_path / str(call))
         try:
-            save_until(folder, call, die_at_once)
+            save_until(folder, call, mock.Mock(side_effect=Killed))
             break
         except Killed:
             check_after_death(folder)

@@ -89,10 +89,6 @@ def read(name: str, **more: object) -> Recipe:
     return Recipe.load(name, [f"{key}={json.dumps(value)}" for key, value in values.items()])
 
 
-def published_values(name: str) -> dict:
-    return json.loads((PUBLISHED / f"{name}.json").read_text(encoding="utf-8"))
-
-
 def count(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -100,7 +96,8 @@ def count(model: torch.nn.Module) -> int:
 @pytest.mark.parametrize(("recipe", "published"), SHAPES.items(), ids=SHAPES.keys())
 def test_fields_and_the_parameter_count_are_those_of_the_published_config(recipe, published):
     name, parameters = published
-    config, values = read(recipe).model_config(1), published_values(name)
+    config = read(recipe).model_config(1)
+    values = json.loads((PUBLISHED / f"{name}.json").read_text(encoding="utf-8"))
     assert config.differences(config_of(values, name)) == []
     assert config.params_dtype == torch.bfloat16
     with torch.device("meta"):

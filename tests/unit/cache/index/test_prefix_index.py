@@ -367,11 +367,6 @@ def refile(tree):
     edge.parent.children[9] = edge
 
 
-def drop_upper(tree):
-    """The upper edge's KV goes first: that of the lower ones hangs in the air."""
-    edge_with(tree, 20).held_end = 16
-
-
 def unlink_sibling(tree):
     edge = edge_with(tree, 20)
     del edge.children[20]
@@ -391,7 +386,7 @@ def shift(tree):
         (lambda tree: setattr(edge_with(tree, 40), "held_end", 32), "state beyond its KV"),
         (lambda tree: setattr(edge_with(tree, 40), "first_block", 0), "wrong number of pages"),
         (shift, "does not start at its parent's end"),
-        (drop_upper, "KV that its parent lacks"),
+        (lambda tree: setattr(edge_with(tree, 20), "held_end", 16), "KV that its parent lacks"),
         (refile, "another token"),
         (unlink_sibling, "one with its only child"),
         (lambda tree: setattr(edge_with(tree, 40).checkpoints[40], "position", 39),

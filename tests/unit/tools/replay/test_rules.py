@@ -21,10 +21,6 @@ def delta(value_heads, key_heads=16, dim=128):
     return value_heads * dim * dim * 4 + (2 * key_heads + value_heads) * dim * 3 * 2
 
 
-def mamba2_bf16(heads, head_dim, states, groups):
-    return 2 * (heads * head_dim * states + 3 * (heads * head_dim + 2 * groups * states))
-
-
 @pytest.mark.parametrize(
     ("state_bytes", "kv_heads", "head_dim", "block"),
     [  # what vLLM logs as "attention block size"
@@ -32,7 +28,8 @@ def mamba2_bf16(heads, head_dim, states, groups):
         (delta(16), 2, 256, 544),  # Qwen3.5-0.8B
         (delta(48), 4, 256, 784),  # Qwen3.5-27B
         (delta(32), 2, 256, 1056),  # Qwen3.5-35B-A3B
-        (mamba2_bf16(128, 80, 128, 8), 8, 128, 672),  # Nemotron-Nano-9B-v2, states in bf16
+        # Nemotron-Nano-9B-v2, of 128 heads of 80, 128 states and 8 groups, in bf16
+        (2 * (128 * 80 * 128 + 3 * (128 * 80 + 2 * 8 * 128)), 8, 128, 672),
         (0, 8, 128, 16),
     ],
 )
