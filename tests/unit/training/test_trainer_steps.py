@@ -287,7 +287,7 @@ def test_the_end_of_the_data_is_told(text, tmp_path):
 
 def test_a_folder_has_one_run_at_a_time(text, tmp_path):
     first = build(recipe_of(text), tmp_path)
-    holder = f"by process {os.getpid()} on {socket.gethostname()}, since 00:"
+    holder = f"by process {os.getpid()} on {socket.gethostname()}, for 0:00:"
     with pytest.raises(OSError, match=f"{tmp_path} belongs to a run that is under way, {holder}"):
         build(recipe_of(text), tmp_path)
     first.close()
