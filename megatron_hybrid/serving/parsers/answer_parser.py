@@ -123,6 +123,10 @@ class Block:
     def _mended(self, text: str, after: int) -> tuple[int, Pieces]:
         found = any_of(self._ends).search(text, self._start, after) if self._ends else None
         stop = after if found is None else found.start()
+        # A bare text may have the mark that begins a call, too: then no call follows it.
+        is_begin = found is not None and self._is_bare and found[0] != self._end
+        if is_begin and self._dialect.first(text, found.end(), True) == -1:
+            return self.no_call, []
         pieces = self._dialect.mended(text[self._start : stop], self._tools, found is not None)
         if not any(isinstance(each, ToolCall) for each in pieces or ()):
             return self.no_call, []

@@ -135,7 +135,9 @@ class TaggedParameters(Dialect):
             is_closed = text.startswith(self.parameter[1], stop)
             at = stop + len(self.parameter[1]) if is_closed else stop
         if (closed := self.closed.match(text, at)) is not None:
-            return found, closed.end()
+            # Before the end of a parameter it is a part of its text.
+            is_text = text[closed.end() :].lstrip().startswith(self.parameter[1])
+            return None if is_text else (found, closed.end())
         return (found, at) if has_end and not text[at:].strip() else None
 
     def _parameters(

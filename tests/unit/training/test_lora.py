@@ -136,7 +136,6 @@ def test_adapters_of_another_model_are_refused(tmp_path):
         ({"alpha_pattern": {".*.*.*.*x": 1.0}}, "whose matching may not end"),
         ({"use_dora": True}, "has use_dora=True, which is not supported: merge the adapter"),
         ({"bias": "all"}, "has bias='all', which is not supported"),
-        ({"init_lora_weights": "pissa_niter_4"}, "has init_lora_weights='pissa_niter_4', which"),
         ({"init_lora_weights": "OLoRA"}, "has init_lora_weights='OLoRA', which"),
         ({"peft_type": "IA3", "r": None}, "has peft_type='IA3', which is not supported"),
     ):
