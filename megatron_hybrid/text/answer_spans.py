@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate, takewhile
 from typing import Any
 
@@ -238,9 +238,19 @@ class _Answers:
         follows = self.after(self.messages, index)
         return 0 if follows is None else len(self.text) - len(follows)
 
+    @cached_property
+    def _header(self) -> str:
+        """The header of an answer's turn, without an opening of thoughts; "" if there is none."""
+        question = [{"role": "user", "content": OTHER}]
+        plain, asked = self._try(question, False), self._try(question, True)
+        if plain is None or asked is None:
+            return ""
+        header = asked[_common_pieces(plain, asked) :]
+        return header[: m.start()] if (m := _THOUGHTS.search(header)) else header
+
     def _start(self, index: int) -> int | None:
         before, text = self.messages[:index], self.text
-        header = _header(self.template, self.conversation)
+        header = self._header
         if not before:
             place = self.first_place(0)
             return text.rfind(header, 0, place) + len(header) if header in text[:place] else place
@@ -274,9 +284,9 @@ class _Answers:
         if follows is None or end is None:
             return None
         length = _common_pieces(follows, end)
-        header = _header(self.template, self.conversation) or follows
-        if not length and end and not follows.startswith(header):  # ends by another mark
-            length = _PIECES.match(follows).end()
+        header = self._header or follows
+        if not length and end and not follows.startswith(header) and follows[:1] in ("<", "["):
+            length = _PIECES.match(follows).end()  # the last turn ends by another mark
         return len(self.text) - len(follows) + length
 
     def after(self, messages: list, index: int, add_generation_prompt: bool = False) -> str | None:
@@ -297,16 +307,6 @@ class _Answers:
             if (text := self._try(changed, add_generation_prompt)) is not None:
                 return text
         return None
-
-
-def _header(template: ChatTemplate, conversation: Conversation) -> str:
-    """Return the header of an answer's turn, without an opening of thoughts; "" for none."""
-    question = [{"role": "user", "content": OTHER}]
-    plain, asked = (template.try_run(conversation, question, asks) for asks in (False, True))
-    if plain is None or asked is None:
-        return ""
-    header = asked[_common_pieces(plain, asked) :]
-    return header[: m.start()] if (m := _THOUGHTS.search(header)) else header
 
 
 def _common_pieces(first: str, second: str) -> int:

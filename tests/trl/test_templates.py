@@ -113,9 +113,9 @@ def test_texts_and_masks_of_published_templates(name, chat):
     spans = [(start, end) for start, end, _ in found]
     assert ours == text
     answers = [message["content"] for message in messages if message["role"] == "assistant"]
-    written = [text[start:end] for start, end in joined(text, spans)]
-    if chat == "call and words" and "gemma" in name and len(written) == 3:
-        answers = ["", *answers]  # what the tool said stands between a call and its words
+    split = chat == "call and words" and "gemma" in name  # by what the tool said
+    written = [text[start:end] for start, end in (spans if split else joined(text, spans))]
+    answers = ["", *answers] if split and len(written) == 3 else answers
     assert len(written) == len(answers)
     for answer, content in zip(written, answers):
         assert content in answer or content not in text

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MOST_LINES = {"megatron_hybrid": 75_245, "tests": 67_000, "benchmarks": 8_460}
+MOST_LINES = {"megatron_hybrid": 75_246, "tests": 67_000, "benchmarks": 8_460}
 """Of Python, by folder. A change that takes lines out lowers its bound to what is left."""
 
 
