@@ -195,7 +195,7 @@ def _init_momentum(optimizer: torch.optim.SGD, _: OptimizerConfig | None = None)
     """Make the states that a checkpoint is loaded into, as core does for Adam alone."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 def is_layer_matrix(name: str, parameter: nn.Parameter) -> bool:

@@ -264,9 +264,11 @@ def _mlflow(folder: Path, step: int, recipe: Mapping[str, Any]) -> Writer:
     found = path.read_text() if path.exists() else None
     id = mlflow.start_run(found, run_name=folder.name).info.run_id
     if found is None:
-        for of, section in recipe.items():
-            named = section if isinstance(section, Mapping) else {"": section}
-            mlflow.log_params({f"{of}.{n}".rstrip("."): str(v)[:500] for n, v in named.items()})
+        fields = {}
+        for of, each in recipe.items():
+            is_section = isinstance(each, Mapping)
+            fields |= {f"{of}.{n}": v for n, v in each.items()} if is_section else {of: each}
+        mlflow.log_params({name: str(value)[:500] for name, value in fields.items()})
         path.write_text(id)
     log = mlflow.log_metrics
     return Writer(lambda step, found: log({**found}, step, run_id=id), mlflow.end_run)

@@ -73,8 +73,7 @@ def _number(annotation: ast.expr, module: str) -> tuple[type | None, Range]:
                 match node:
                     case ast.Assign([ast.Name(target)]) if target == name:
                         return _number(node.value, module)
-                    case ast.ImportFrom(str(source)) if any(
-                        name == each.name for each in node.names
-                    ):
-                        return _number(annotation, source)
+                    case ast.ImportFrom(str(source)) if source.startswith(f"{_PACKAGE.name}."):
+                        if any(name == each.name for each in node.names):
+                            return _number(annotation, source)
     return None, Range()

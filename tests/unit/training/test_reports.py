@@ -195,7 +195,7 @@ def test_a_run_goes_on_in_the_same_run_of_its_tracker(tmp_path, monkeypatch, nam
     resumed.write(6, loss=1.0, gradient_norm=math.nan)
     rows = [{"step": 4, "loss": 2.0}, {"step": 4, "eval_loss": 3.0}]
     rows += [{"step": 5, "loss": 1 / 5, "tokens": 50}, {"step": 6, "loss": 1.0}]
-    assert params == [{"tokenizer": "demo"}, {"run.steps": "20"}] * (name == "mlflow")
+    assert params == [{"tokenizer": "demo", "run.steps": "20"}] * (name == "mlflow")
     write(resumed, 7, 8)  # a run does not end for want of its tracker
     assert list(runs.values()) == [rows]
     assert steps_of(tmp_path) == [4, 4, 5, 6, 7, 8]
